@@ -1,0 +1,1 @@
+"""Vocabulary of the house: budgets, policies, method interfaces, errors. Imports torch alone."""

@@ -1,0 +1,198 @@
+"""A policy: which method at which budget, when; frozen, and printed to the text that it is parsed from."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from kvfold.core import catalogue
+from kvfold.core.budget import Budget
+from kvfold.core.errors import ConfigError, must_be
+from kvfold.core.interfaces import Allocator, Evictor
+from kvfold.core.parse import Call, parse_calls, print_value
+from kvfold.core.types import Need
+
+SINK_TOKENS = 4
+RECENT_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What happens to a cache. Build one with :func:`policy`.
+
+    Attributes:
+        method: Name of the evicting method, ``None`` for a dense cache.
+        evictor: The method with its parameters.
+        budget: Tokens that stay, sinks and recent tokens included.
+        allocator_name: Name of the allocator.
+        allocator: Splits the budget over layers and heads.
+        sink_tokens: First tokens that always stay.
+        recent_tokens: Last tokens that always stay; at least the method's own observation window.
+        chunk: If set, compress after every ``chunk`` prompt tokens, so that never more than budget + ``chunk`` tokens
+            are stored; else once, when the prompt ends.
+        every: If set, compress again after every ``every`` decoded tokens.
+    """
+
+    method: str | None = None
+    evictor: Evictor | None = None
+    budget: Budget = dataclasses.field(default_factory=lambda: Budget.fraction(1))
+    allocator_name: str | None = None
+    allocator: Allocator | None = None
+    sink_tokens: int = 0
+    recent_tokens: int = 0
+    chunk: int | None = None
+    every: int | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing is ever evicted."""
+        return self.evictor is None
+
+    @property
+    def protected_tokens(self) -> int:
+        """Tokens per head that always stay."""
+        return self.sink_tokens + self.recent_tokens
+
+    @property
+    def needs(self) -> Need:
+        """What an engine must supply."""
+        return Need.NOTHING if self.evictor is None else self.evictor.needs | self.evictor.extra_needs
+
+    @property
+    def query_window(self) -> int:
+        """How many of the newest queries the method reads."""
+        return 0 if self.evictor is None else self.evictor.query_window
+
+    def keep_tokens(self, seen_tokens: int, row_nbytes: int) -> int:
+        """Tokens per KV head that may stay of ``seen_tokens``; the protected ones are a floor.
+
+        Args:
+            seen_tokens: Tokens appended so far to this sequence.
+            row_nbytes: Bytes of one token over all KV heads of all compressed layers.
+
+        Returns:
+            The mean over heads and layers.
+
+        Raises:
+            ConfigError: If a byte budget is below the protected tokens.
+        """
+        keep = self.budget.resolve(seen_tokens, row_nbytes=row_nbytes)
+        floor = min(seen_tokens, self.protected_tokens)
+        if keep < floor and self.budget.kind == "nbytes":
+            rule = f"at least {floor * row_nbytes} bytes (sink_tokens + recent_tokens of this model)"
+            raise ConfigError(must_be("keep", rule, str(self.budget), "raise it, or lower sink_tokens and recent_tokens"))
+        return max(keep, floor)
+
+    def __str__(self) -> str:
+        """Print in the form that :func:`policy` reads; only what differs from the defaults."""
+        if self.evictor is None or self.allocator is None:
+            return "dense"
+        evictor, allocator = self.evictor, self.allocator
+        shown: dict[str, str] = {"keep": str(self.budget)}
+        alloc = Call(str(self.allocator_name), _changed(allocator))
+        if alloc != Call(evictor.default_allocator, {}):
+            shown["allocator"] = str(alloc)
+        if self.sink_tokens != SINK_TOKENS:
+            shown["sink_tokens"] = str(self.sink_tokens)
+        if self.recent_tokens != max(RECENT_TOKENS, evictor.observed_tokens):
+            shown["recent_tokens"] = str(self.recent_tokens)
+        if self.chunk != evictor.default_chunk:
+            shown["chunk"] = str(self.chunk)
+        if self.every is not None:
+            shown["every"] = str(self.every)
+        shown |= {key: print_value(value) for key, value in _changed(evictor).items()}
+        return f"{self.method}({', '.join(f'{key}={value}' for key, value in shown.items())})"
+
+
+def _changed(method: Evictor | Allocator) -> dict[str, Any]:
+    """Parameters of a method that differ from their defaults."""
+    fields = dataclasses.fields(method)  # type: ignore[arg-type]
+    return {f.name: getattr(method, f.name) for f in fields if getattr(method, f.name) != f.default}
+
+
+def policy(text: str | Policy, /, **params: Any) -> Policy:
+    """Build a policy from a name and parameters, or from its text.
+
+    Args:
+        text: ``"dense"``, the name of a method, or text such as ``"manifoldkv(keep=0.25, allocator=ada)"``.
+        **params: Parameters, as they would stand in the text: those of the policy (``keep``, ``allocator``,
+            ``sink_tokens``, ``recent_tokens``, ``chunk``, ``every``) and those of the method.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ConfigError: If a name is unknown, a value breaks its rule, or parts cannot go together.
+    """
+    if isinstance(text, Policy):
+        if params:
+            raise ConfigError("a finished policy takes no further parameters; build it from its name instead")
+        return text
+    calls = parse_calls(text)
+    if len(calls) > 1:
+        names = " and ".join(call.name for call in calls)
+        for call in calls:
+            catalogue.find(call.name, "evict")
+        raise ConfigError(f"a policy must have one method that evicts, got {names}; both decide which tokens stay")
+    call = calls[0]
+    double = call.params.keys() & params.keys()
+    if double:
+        raise ConfigError(f"{', '.join(sorted(double))} must be given once, got it in the text and as an argument")
+    return _build(Call(call.name, {**call.params, **params}))
+
+
+def _build(call: Call) -> Policy:
+    params = dict(call.params)
+    if call.name == "dense":
+        if params:
+            raise ConfigError(f"dense takes no parameters, got {', '.join(params)}; name a method, e.g. manifoldkv")
+        return Policy()
+    entry = catalogue.find(call.name, "evict")
+    if params.get("keep") is None:
+        raise ConfigError(f"{call.name} needs keep; give a fraction, tokens or bytes, e.g. {call.name}(keep=0.25)")
+    common = {key: params.pop(key) for key in ("keep", "allocator", "sink_tokens", "recent_tokens", "chunk", "every") if key in params}
+    evictor: Evictor = _construct(entry, params)
+    budget = Budget.parse(common["keep"])
+    wanted = common.get("allocator") or evictor.default_allocator
+    allocator_call = wanted if isinstance(wanted, Call) else parse_calls(wanted)[0]
+    allocator: Allocator = _construct(catalogue.find(allocator_call.name, "allocate"), allocator_call.params)
+    sinks = _count("sink_tokens", common.get("sink_tokens", SINK_TOKENS), 0)
+    recent = _count("recent_tokens", common.get("recent_tokens", RECENT_TOKENS), 0)
+    recent = max(recent, evictor.observed_tokens)
+    chunk, every = common.get("chunk", evictor.default_chunk), common.get("every")
+    if allocator.per_head and not evictor.per_head:
+        raise ConfigError(f"allocator {allocator_call.name} gives heads different tokens, but {call.name} keeps one set for all; use uniform")
+    if budget.kind == "tokens" and budget.amount < sinks + recent:
+        fix = "raise it, or lower sink_tokens and recent_tokens"
+        raise ConfigError(must_be("keep", f"at least sink_tokens + recent_tokens = {sinks + recent}", str(budget), fix))
+    if Need.REPLAY in evictor.needs and (chunk or every):
+        raise ConfigError(f"{call.name} reads the whole context again when the prompt ends; chunk and every must be left out")
+    return Policy(
+        method=call.name,
+        evictor=evictor,
+        budget=budget,
+        allocator_name=allocator_call.name,
+        allocator=allocator,
+        sink_tokens=sinks,
+        recent_tokens=recent,
+        chunk=None if chunk is None else _count("chunk", chunk, 1),
+        every=None if every is None else _count("every", every, 1),
+    )
+
+
+def _count(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(must_be(name, f"a whole number of at least {least}", value, "give a number of tokens"))
+    return value
+
+
+def _construct(entry: catalogue.Entry, params: dict[str, Any]) -> Any:
+    """Make the method; unknown parameters are refused with the known ones."""
+    loaded = entry.load()
+    known = [field.name for field in dataclasses.fields(loaded)]
+    for name in params:
+        if name not in known:
+            own = ", ".join(known) or "none of its own"
+            raise ConfigError(f"{entry.name} has no parameter {name!r}; its parameters: {own}")
+    return loaded(**params)

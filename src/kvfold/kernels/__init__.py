@@ -1,0 +1,1 @@
+"""Operations on tensors, one folder each: ``api`` validates and dispatches, ``reference`` is plain torch."""

@@ -1,0 +1,6 @@
+"""Attention over row groups: each group gives ``(output, lse)``, and outputs of groups merge exactly."""
+
+from kvfold.kernels.attention.api import AttentionOutput, attend, attend_ragged
+from kvfold.kernels.attention.merge import join_sinks, merge
+
+__all__ = ["AttentionOutput", "attend", "attend_ragged", "join_sinks", "merge"]

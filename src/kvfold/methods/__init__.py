@@ -1,0 +1,1 @@
+"""Compression methods, one file each: pure functions of tensors. Imports kernels and core alone."""
