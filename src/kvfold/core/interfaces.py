@@ -42,6 +42,7 @@ class ScoreContext:
         keep: Tokens per KV head that will stay, before allocation over heads.
         layer_idx: Index among the layers of the model.
         num_layers: Number of layers of the model.
+        first_head: Index of the first KV head of this context in its layer.
         scale: Factor on the logits, the model's own.
         softcap: Logits are ``softcap * tanh(logit / softcap)`` where set.
         attention_sinks: Learned logit per query head that joins each softmax, ``[q_heads]``.
@@ -64,6 +65,7 @@ class ScoreContext:
     layer_idx: int
     num_layers: int
     scale: float
+    first_head: int = 0
     softcap: float | None = None
     attention_sinks: Tensor | None = None
     queries: Tensor | None = None

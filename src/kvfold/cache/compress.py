@@ -1,0 +1,139 @@
+"""One eviction of one lane: score, allocate, select, keep."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.observe import Observations
+from kvfold.cache.rows import RowStore
+from kvfold.cache.spec import AttentionCall, LayerSpec
+from kvfold.core.errors import CacheStateError, ShapeError
+from kvfold.core.interfaces import Evictor, ScoreContext
+from kvfold.core.policy import Policy
+from kvfold.core.select import protect_mask, select_rows
+from kvfold.core.types import Need
+
+
+def compress(
+    store: RowStore, policy: Policy, spec: LayerSpec, call: AttentionCall, seen: int, observed: Observations,
+    replay_mass: Tensor | None,
+) -> bool:
+    """Evict the rows that a policy does not keep.
+
+    Args:
+        store: Rows of the lane; changed in place.
+        policy: Which method, at which budget.
+        spec: Which layer this is.
+        call: How the layer attends.
+        seen: Tokens appended so far to each sequence.
+        observed: What was remembered of the queries.
+        replay_mass: Attention received while the context was read again, ``[batch, kv_heads, rows]``.
+
+    Returns:
+        Whether a row was evicted.
+
+    Raises:
+        CacheStateError: If something that the method needs was not observed.
+    """
+    evictor, allocator = policy.evictor, policy.allocator
+    if evictor is None or allocator is None or spec.order is None or not store.total_rows:
+        return False
+    mean = policy.keep_tokens(seen, spec.row_nbytes)
+    keep = allocator.layer_tokens(mean, seen, spec.order, spec.num_compressed, policy.protected_tokens)
+    keep = max(keep, min(seen, policy.protected_tokens), 1)
+    if all(keep * store.kv_heads >= sum(row) for row in store.lengths):
+        return False
+    scores = _scores(store, evictor, spec, call, seen, keep, observed, replay_mass, policy)
+    lengths = torch.tensor(store.lengths, device=scores.device)
+    protected = protect_mask(lengths, scores.shape[-1], policy.sink_tokens, policy.recent_tokens)
+    counts = allocator.head_counts(scores, protected, keep, spec.order)
+    store.keep(select_rows(scores, protected, counts), counts)
+    return True
+
+
+def _scores(
+    store: RowStore, evictor: Evictor, spec: LayerSpec, call: AttentionCall, seen: int, keep: int,
+    observed: Observations, replay_mass: Tensor | None, policy: Policy,
+) -> Tensor:
+    """Score all rows: in one call where runs are equal, else one call per run; ``-inf`` where a run has no row."""
+    supplies = _supplies(policy, observed, replay_mass, call)
+    common = {
+        "seen_tokens": seen, "keep": keep, "layer_idx": spec.layer_idx, "num_layers": spec.num_layers,
+        "scale": call.scale, "softcap": call.softcap, "rope": call.rope if Need.ROPE in policy.needs else None,
+    }  # fmt: skip
+    if store.is_uniform:
+        ctx = ScoreContext(
+            keys=store.dense(store.keys), values=store.dense(store.values), positions=store.dense_positions(),
+            attention_mass=None if store.mass is None else store.dense(store.mass), attention_sinks=call.sinks,
+            **supplies, **common,
+        )  # fmt: skip
+        return _rated(evictor, ctx)
+    scores = torch.full((store.batch, store.kv_heads, store.longest), -torch.inf, device=store.keys.device)
+    for row in range(store.batch):
+        for head in range(store.kv_heads):
+            if store.lengths[row][head]:
+                found = _rated(evictor, _run_context(store, row, head, call, supplies, common))
+                scores[row, head, : store.lengths[row][head]] = found[0, 0]
+    return scores
+
+
+def _run_context(store: RowStore, row: int, head: int, call: AttentionCall, supplies: dict, common: dict) -> ScoreContext:
+    """Cut everything to one run: one sequence, one KV head, its group of query heads."""
+    cut = dict(supplies)
+    queries, moments, weight = cut["queries"], cut["query_moments"], cut["output_weight"]
+
+    def heads_of(total: int) -> slice:
+        group = total // store.kv_heads
+        return slice(head * group, (head + 1) * group)
+
+    if queries is not None:
+        cut["queries"] = queries[row : row + 1, heads_of(queries.shape[1])]
+    if moments is not None:
+        heads = heads_of(moments.mean.shape[1])
+        cut["query_moments"] = type(moments)(
+            count=moments.count, mean=moments.mean[row : row + 1, heads], covariance=moments.covariance[row : row + 1, heads]
+        )
+    if weight is not None:
+        cut["output_weight"] = weight[:, heads_of(weight.shape[1])]
+    if cut["replay_mass"] is not None:
+        cut["replay_mass"] = cut["replay_mass"][row : row + 1, head : head + 1, : store.lengths[row][head]]
+    return ScoreContext(
+        keys=store.run(store.keys, row, head)[None, None], values=store.run(store.values, row, head)[None, None],
+        positions=store.row_positions(row, head)[None, None], first_head=head,
+        attention_mass=None if store.mass is None else store.run(store.mass, row, head)[None, None],
+        attention_sinks=None if call.sinks is None else call.sinks[heads_of(call.sinks.shape[0])],
+        **cut, **common,
+    )  # fmt: skip
+
+
+def _supplies(policy: Policy, observed: Observations, replay_mass: Tensor | None, call: AttentionCall) -> dict:
+    """Collect what the method asked for; a need that was not observed is refused by name."""
+    needs, moments = policy.needs, observed.moments()
+    missing = {
+        Need.QUERIES: observed.queries is None,
+        Need.QUERY_MOMENTS: moments is None,
+        Need.REPLAY: replay_mass is None,
+        Need.OUTPUT_WEIGHT: call.output_weight is None,
+    }
+    for need, absent in missing.items():
+        if need in needs and absent:
+            fix = (
+                "feed the prompt with cache.prefill(), or generate inside kvfold.attach()"
+                if need is Need.REPLAY
+                else "make the cache with observe=<that policy>, so that it watches the queries while it fills"
+            )
+            raise CacheStateError(f"{policy.method} needs {need.name}, which this cache did not record; {fix}")
+    return {
+        "queries": observed.queries if Need.QUERIES in needs else None,
+        "query_moments": moments if Need.QUERY_MOMENTS in needs else None,
+        "replay_mass": replay_mass if Need.REPLAY in needs else None,
+        "output_weight": call.output_weight if Need.OUTPUT_WEIGHT in needs else None,
+    }
+
+
+def _rated(evictor: Evictor, ctx: ScoreContext) -> Tensor:
+    scores = evictor.score(ctx)
+    if scores.shape != ctx.keys.shape[:3]:
+        raise ShapeError(f"{type(evictor).__name__}.score must return {list(ctx.keys.shape[:3])}, got {list(scores.shape)}")
+    return scores.float()

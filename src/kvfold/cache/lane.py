@@ -1,0 +1,210 @@
+"""A lane: batch rows that advance together, with their rows and what a method has observed of them.
+
+Compression points are token counts, not forward calls: a lane cuts what it is given at those points, so the result
+does not depend on how a prompt was split over calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.compress import compress
+from kvfold.cache.observe import Observations
+from kvfold.cache.rows import PAGE, RowStore
+from kvfold.cache.spec import AttentionCall, LayerSpec
+from kvfold.core.errors import CacheStateError
+from kvfold.core.policy import Policy
+from kvfold.core.types import Need
+from kvfold.kernels.attention import AttentionOutput, attend, join_sinks, merge
+
+_BAND = 256  # least queries of one tile of sliding-window attention
+
+
+@dataclass(slots=True)
+class Lane:
+    """State of one lane of one layer.
+
+    Attributes:
+        store: The rows.
+        seen: Tokens appended so far to each sequence of the lane.
+        fixed: ``seen`` at the last eviction; cropping cannot reach behind it.
+        decoded: Tokens decoded since the last prompt ended.
+        observed: What the policy's method needs to have seen.
+    """
+
+    store: RowStore
+    observed: Observations
+    seen: int = 0
+    fixed: int = 0
+    decoded: int = 0
+    replay_mass: Tensor | None = field(default=None)
+
+    @classmethod
+    def empty(cls, k: Tensor, v: Tensor, needs: Need, query_window: int) -> Lane:
+        """Make a lane without rows for the batch rows of ``k``."""
+        store = RowStore(k.shape[0], k.shape[1], k, v, track_mass=Need.ATTENTION_MASS in needs)
+        return cls(store=store, observed=Observations(needs=needs, query_window=query_window))
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: LayerSpec, policy: Policy, *, prompt: int,
+        prompt_ends: bool,
+    ) -> Tensor:
+        """Append tokens and attend to everything before and within them.
+
+        Args:
+            q: ``[batch, q_heads, count, head_dim]``.
+            k: ``[batch, kv_heads, count, head_dim]``.
+            v: ``[batch, kv_heads, count, value_dim]``.
+            call: How this layer attends.
+            spec: Which layer this is.
+            policy: What to compress, and when.
+            prompt: How many of the tokens, from the first, belong to the prompt.
+            prompt_ends: Whether the prompt is complete after them.
+
+        Returns:
+            ``[batch, q_heads, count, value_dim]``.
+        """
+        pieces, at = [], 0
+        for stop, due in self._segments(q.shape[2], prompt, prompt_ends, policy, spec):
+            if stop > at:
+                pieces.append(self._extend(q[:, :, at:stop], k[:, :, at:stop], v[:, :, at:stop], call))
+            at = stop
+            if due:
+                self.compress(policy, spec, call)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def compress(self, policy: Policy, spec: LayerSpec, call: AttentionCall) -> None:
+        """Evict what the policy does not keep."""
+        if compress(self.store, policy, spec, call, self.seen, self.observed, self.replay_mass):
+            self.fixed = self.seen
+        self.replay_mass = None
+
+    def probe(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, AttentionOutput]:
+        """Attend like :meth:`extend`, but keep nothing.
+
+        Returns:
+            The output and the same result before the layer's own sinks were counted in.
+        """
+        part = self._attend_full(q, k, v, call)
+        return part.output, part
+
+    def crop(self, count: int) -> None:
+        """Forget the newest ``count`` tokens.
+
+        Raises:
+            CacheStateError: If tokens have been evicted since they were appended.
+        """
+        if count <= 0:
+            return
+        if count > self.seen - self.fixed:
+            raise CacheStateError(
+                f"crop must stay within the {self.seen - self.fixed} tokens appended since the last eviction, got {count}; "
+                "fork the cache before a step that may have to be undone"
+            )
+        self.store.crop(count)
+        self.seen -= count
+        self.decoded = max(0, self.decoded - count)
+        self.observed.crop(count)
+
+    def select(self, rows: list[int]) -> Lane:
+        """Return a lane of the given batch rows."""
+        return Lane(
+            store=self.store.select(rows), observed=self.observed.select(rows), seen=self.seen, fixed=self.fixed,
+            decoded=self.decoded,
+        )  # fmt: skip
+
+    def fork(self) -> Lane:
+        """Return a copy that shares memory until either side is written to."""
+        return Lane(
+            store=self.store.fork(), observed=self.observed.fork(), seen=self.seen, fixed=self.fixed, decoded=self.decoded
+        )
+
+    def _segments(
+        self, count: int, prompt: int, prompt_ends: bool, policy: Policy, spec: LayerSpec
+    ) -> Iterator[tuple[int, bool]]:
+        """Yield where to stop and whether a compression is due there."""
+        if policy.is_dense or spec.order is None:
+            if prompt_ends:
+                self.decoded = 0
+            self.decoded += count - prompt
+            yield count, False
+            return
+        at = 0
+        while at < prompt:
+            step = prompt - at if policy.chunk is None else min(prompt - at, policy.chunk - self.seen % policy.chunk)
+            at += step
+            # the chunk's end is seen once the caller has appended it
+            full = policy.chunk is not None and (self.seen + step) % policy.chunk == 0
+            yield at, full or (prompt_ends and at == prompt)
+        if prompt_ends:
+            self.decoded = 0
+            if prompt == 0:
+                yield 0, True
+        while at < count:
+            step = count - at if policy.every is None else min(count - at, policy.every - self.decoded % policy.every)
+            at += step
+            self.decoded += step
+            yield at, policy.every is not None and self.decoded % policy.every == 0
+
+    def _extend(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        if not call.visibility.is_full:
+            return self._extend_window(q, k, v, call)
+        if q.shape[2] == 1:
+            self.store.append(k, v, self.seen)
+            part = self.store.attend(q, scale=call.scale, softcap=call.softcap)
+            part = part if call.sinks is None else join_sinks(part, call.sinks)
+        else:
+            part = self._attend_full(q, k, v, call)
+            self.store.append(k, v, self.seen)
+        self.seen += q.shape[2]
+        self.observed.add(q, self.seen, call)
+        self.store.receive(q, part.lse, scale=call.scale, softcap=call.softcap)
+        return part.output
+
+    def _attend_full(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> AttentionOutput:
+        """Attend to the stored rows, all earlier, and causally to the new ones."""
+        parts = [attend(q, k, v, scale=call.scale, causal=True, softcap=call.softcap)]
+        if self.store.total_rows:
+            parts.append(self.store.attend(q, scale=call.scale, softcap=call.softcap))
+        part = merge(parts)
+        return part if call.sinks is None else join_sinks(part, call.sinks)
+
+    def _extend_window(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        """Sliding or chunked attention: rows out of sight of the next query are dropped before the append."""
+        visible = call.visibility
+        hidden = visible.first_visible(self.seen) - self.store.base if self.store.total_rows else 0
+        # dropping copies the window, so it waits until it pays: at most an eighth of the window is held beyond need
+        if hidden >= max(PAGE, visible.size // 8):
+            self.store.drop_first(min(hidden, self.store.longest))
+            self.fixed = max(self.fixed, self.store.base)
+        first, count, pieces, at = self.seen, q.shape[2], [], 0
+        self.store.append(k, v, self.seen)
+        base = self.store.base
+        keys, values = self.store.dense(self.store.keys), self.store.dense(self.store.values)
+        while at < count:
+            if visible.kind == "chunked":
+                stop = min(count, at + visible.size - (first + at) % visible.size)
+            else:
+                stop = min(count, at + max(_BAND, visible.size))
+            low = max(0, visible.first_visible(first + at) - base)
+            seen = slice(low, first + stop - base)
+            pieces.append(self._attend_band(q[:, :, at:stop], keys[:, :, seen], values[:, :, seen], call))
+            at = stop
+        self.seen += count
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    @staticmethod
+    def _attend_band(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        """Attend where the last query is the newest key and the first query may see the first key."""
+        queries, rows = q.shape[2], k.shape[2]
+        mask = None
+        if call.visibility.kind == "sliding" and rows > call.visibility.size:
+            distance = torch.arange(queries, device=q.device)[:, None] + (rows - queries) - torch.arange(rows, device=q.device)
+            mask = ((distance >= 0) & (distance < call.visibility.size)).expand(q.shape[0], -1, -1)
+        part = attend(q, k, v, scale=call.scale, causal=mask is None and queries > 1, mask=mask, softcap=call.softcap)
+        part = part if call.sinks is None else join_sinks(part, call.sinks)
+        return part.output
