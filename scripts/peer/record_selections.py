@@ -29,7 +29,7 @@ VOCAB = 320
 RATIOS = (0.3, 0.5, 0.75)
 CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 64,
+    "hidden_size": 48,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
@@ -100,7 +100,7 @@ DEFINITIONS = {
     "order": (
         "kept indices are sorted ascending here; kvpress itself stores rows in descending order of score"
     ),
-    "determined": "false where kept and dropped rows tie at the cut, so that the choice is an accident of topk",
+    "determined": "false where kept and dropped rows tie at the cut, so that topk chose by accident",
 }
 
 Kept = list[list[list[int]]]  # layer -> KV head -> ascending token indices

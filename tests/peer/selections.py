@@ -46,8 +46,8 @@ class Recorded:
         return [[next(parts) for _ in layer] for layer in counts]
 
     def determined(self, press: str, ratio: float | str) -> bool:
-        """Whether no kept and dropped row tie at the cut."""
-        return bool(self.presses[press]["ratios"][f"{float(ratio):.2f}"].get("determined", False))
+        """Whether no kept and dropped row are known to tie at the cut."""
+        return bool(self.presses[press]["ratios"][f"{float(ratio):.2f}"].get("determined", True))
 
     def model(self) -> Any:
         """The tiny Llama the peer saw, with the recorded weights."""

@@ -161,6 +161,20 @@ def test_adakv_shares_a_layers_budget_between_heads(recorded: Recorded, base: st
         assert mine.tolist() == best.tolist()
 
 
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.75])
+def test_block_keydiff_ranks_what_it_kept_with_each_new_block(recorded: Recorded, ratio: float) -> None:
+    kept = int(N * (1 - ratio))
+    for layer, heads in enumerate(recorded.kept("block_keydiff_32", ratio)):
+        for head, tokens in enumerate(heads):
+            held = torch.arange(kept)
+            for start in range(kept, N, 32):
+                held = torch.cat([held, torch.arange(start, min(start + 32, N))])
+                keys = recorded.keys(layer)[head, held]
+                anchor = F.normalize(keys, dim=-1).mean(0)
+                held = held[(-F.cosine_similarity(keys, anchor, dim=-1)).topk(kept).indices]
+            assert tokens.tolist() == held.sort().values.tolist()
+
+
 @pytest.mark.parametrize("name", ["kvzip", "kvzip_chunk64", "kvzip_layerwise"])
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.75])
 def test_kvzip_drops_the_lowest_of_its_scope(recorded: Recorded, name: str, ratio: float) -> None:
@@ -201,3 +215,18 @@ def test_kvzip_scores_are_the_strongest_look_of_a_replay(recorded: Recorded) -> 
     torch.testing.assert_close(
         scores[:, SINKS:], recorded["kvzip/scores"][0, :, SINKS:], rtol=1e-4, atol=1e-6
     )
+
+
+def test_the_recorded_model_still_computes_what_the_peer_saw(recorded: Recorded) -> None:
+    pytest.importorskip("transformers")
+    model = recorded.model()
+    seen = {}
+    hook = model.model.layers[1].self_attn.k_proj.register_forward_hook(
+        lambda _m, _i, out: seen.update(k=out)
+    )
+    with torch.no_grad():
+        logits = model(recorded["input_ids"][None].long()).logits[0, -1]
+    hook.remove()
+    torch.testing.assert_close(logits, recorded["last_logits"], rtol=1e-4, atol=1e-4)
+    norms = seen["k"][0].unflatten(-1, (2, 16)).transpose(0, 1).norm(dim=-1)
+    torch.testing.assert_close(norms, recorded.keys(1).norm(dim=-1), rtol=1e-4, atol=1e-5)
