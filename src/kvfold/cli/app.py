@@ -1,0 +1,75 @@
+"""The typer application: commands, ``--version``, and the one-line form of errors."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvfold._version import __version__
+from kvfold.cli import chat, env, generate, methods
+from kvfold.core.errors import KvfoldError
+
+
+class OneLineErrors(TyperGroup):
+    """A command group that tells a user's mistake in one line on stderr and exits with status 2."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run the command line; see typer for the arguments."""
+        try:
+            status = super().main(*args, standalone_mode=False, **extra)
+        except (KvfoldError, typer.TyperException) as error:
+            usage = isinstance(error, typer.TyperException)
+            text = f"{error.format_message().rstrip('.')}; see kvfold --help" if usage else str(error)
+            print(f"kvfold: {' '.join(text.split())}", file=sys.stderr)
+            status = 2
+        except typer.Abort:
+            status = 130
+        if standalone_mode:
+            sys.exit(status or 0)
+        return status
+
+
+app = typer.Typer(
+    name="kvfold",
+    cls=OneLineErrors,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.command)
+app.command("chat")(chat.command)
+app.command("methods")(methods.command)
+app.command("env")(env.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvfold {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Smaller KV caches for language models, by published training-free methods.
+
+    [bold]Examples[/bold]
+
+      kvfold generate MODEL --file report.txt --question "What changed?" --policy 'manifoldkv(keep=0.25)'
+
+      kvfold chat MODEL --policy 'keydiff(keep=1024)'
+
+      kvfold methods
+
+      kvfold env --json
+    """
+    del version
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())

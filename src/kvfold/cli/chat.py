@@ -1,0 +1,170 @@
+"""``kvfold chat``: many turns on one growing cache; each turn feeds only its own tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvfold.cli._console import progress_bar, seconds, size, stderr
+from kvfold.core.errors import ConfigError, KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.cli._session import Answer, Session
+
+HELP = """\
+/stats       what the cache holds
+/save PATH   write the cache to a file
+/load PATH   go on from a saved cache
+/reset       begin again with an empty cache
+/help        this list
+/quit        leave"""
+
+
+def command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder with safetensors, a .gguf file, or a hub id.")
+    ],
+    policy: Annotated[str, typer.Option(help="What happens to the cache; see kvfold methods.")] = "dense",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound on one answer.")] = 256,
+    chunk_size: Annotated[int, typer.Option(min=1, help="Prompt tokens per forward pass.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    allow_download: Annotated[
+        bool, typer.Option("--allow-download", help="Fetch a hub id if need be.")
+    ] = False,
+) -> None:
+    r"""Talk to a model on one growing cache; one line is one turn, /help lists the commands.
+
+    [bold]Examples[/bold]
+
+      kvfold chat MODEL --policy 'manifoldkv(keep=0.5, every=64)'
+
+      kvfold chat model.gguf --policy 'keydiff(keep=1024)' --temperature 0.7
+
+      printf 'Hello!\n/stats\n/save talk.kv\n' | kvfold chat MODEL
+    """
+    import kvfold
+    from kvfold.cli._prompt import next_turn, use_template
+    from kvfold.cli._session import Session, Settings
+    from kvfold.hf.load import load_model
+
+    chosen = kvfold.policy(policy)
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
+    use_template(tokenizer, True)
+    next_turn(tokenizer, ".")  # refuses a template that no cache can follow before anything is typed
+    settings = Settings(
+        max_new_tokens=max_new_tokens, chunk_size=chunk_size, temperature=temperature, seed=seed
+    )
+    session = Session(loaded, tokenizer, chosen, settings)
+    for line in _lines():
+        text = line.strip()
+        if text == "/quit":
+            break
+        try:
+            if text.startswith("/"):
+                _obey(session, text)
+            elif text:
+                _turn(session, text)
+        except KvfoldError as error:
+            # One mistake does not end a conversation.
+            stderr().print(f"kvfold: {error}", markup=False, soft_wrap=True)
+
+
+def _lines() -> Iterator[str]:
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401  (importing it gives input() editing and history)
+
+    stderr().print("[dim]/help lists the commands[/dim]")
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+
+
+def _turn(session: Session, text: str) -> None:
+    from kvfold.cli._prompt import first_turn
+
+    ids = _next(session, text) if session.seen_tokens else first_turn(session.tokenizer, text)
+
+    def write(piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    with progress_bar("reading") as progress:
+        answer = session.answer(ids[:-1], ids[-1:], write, progress)
+    write("\n")
+    stderr().print(f"[dim]{_one_line(session, answer)}[/dim]", soft_wrap=True)
+
+
+def _next(session: Session, text: str) -> list[int]:
+    """Ids that continue the cache, less the end mark if the model has already given one."""
+    from kvfold.cli._prompt import next_turn
+
+    ids = next_turn(session.tokenizer, text)
+    return ids[1:] if session.ended and ids[0] in session.stop_ids else ids
+
+
+def _one_line(session: Session, answer: Answer) -> str:
+    held, dense = size(session.cache.nbytes), size(session.cache.dense_nbytes)
+    times = f"ttft {seconds(answer.ttft)} · tpot {seconds(answer.tpot)}"
+    return f"{answer.fed_tokens} in · {answer.new_tokens} out · KV {held} of {dense} · {times}"
+
+
+def _obey(session: Session, text: str) -> None:
+    """Carry out one slash command."""
+    name, _, argument = text.partition(" ")
+    path = argument.strip()
+    if name in ("/save", "/load") and not path:
+        raise ConfigError(f"{name} needs a path, got none; type e.g. {name} talk.kv")
+    match name:
+        case "/help":
+            print(HELP, flush=True)
+        case "/stats":
+            _stats(session)
+        case "/save":
+            _save(session, path)
+        case "/load":
+            _load(session, path)
+        case "/reset":
+            session.reset()
+            print("empty cache", flush=True)
+        case _:
+            raise ConfigError(f"a command must be one of /help's list, got {name}; type /help")
+
+
+def _stats(session: Session) -> None:
+    held, dense = session.cache.nbytes, session.cache.dense_nbytes
+    saved = f" ({1 - held / dense:.1%} saved)" if dense else ""
+    print(f"policy       {session.policy}")
+    print(f"seen tokens  {session.seen_tokens}")
+    print(f"KV bytes     {size(held)} of {size(dense)}{saved}", flush=True)
+
+
+def _save(session: Session, path: str) -> None:
+    """Write the cache with its last answer complete, so that it needs nothing beside it."""
+    from kvfold.cli._prompt import next_turn
+
+    if not session.seen_tokens:
+        raise ConfigError("/save needs a conversation, got an empty cache; say something first")
+    end = next_turn(session.tokenizer, ".")[:1]
+    closing = [] if session.ended or end[0] not in session.stop_ids else end
+    session.feed([*session.pending, *closing])
+    session.pending, session.ended = [], True
+    session.cache.save(path)
+    print(f"saved {session.seen_tokens} tokens, {size(session.cache.nbytes)}, to {path}", flush=True)
+
+
+def _load(session: Session, path: str) -> None:
+    import kvfold
+
+    cache = kvfold.Cache.load(path, session.model)
+    session.adopt(cache)
+    print(f"loaded {session.seen_tokens} tokens, {size(cache.nbytes)}, from {path}", flush=True)

@@ -1,0 +1,137 @@
+"""``kvfold generate``: read a long prompt into a small cache and answer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvfold.cli._console import print_json, progress_bar, seconds, size, stderr
+
+if TYPE_CHECKING:
+    from kvfold.cli._prompt import Prompt
+    from kvfold.cli._session import Answer, Session
+
+
+def command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder with safetensors, a .gguf file, or a hub id.")
+    ],
+    policy: Annotated[str, typer.Option(help="What happens to the cache; see kvfold methods.")] = "dense",
+    prompt: Annotated[str | None, typer.Option(help="The prompt as text.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="The prompt as a file; without both, stdin is read.")
+    ] = None,
+    question: Annotated[
+        str | None, typer.Option(help="Asked after the prompt was compressed, which thus cannot see it.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound on the answer.")] = 64,
+    chunk_size: Annotated[int, typer.Option(min=1, help="Prompt tokens per forward pass.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    chat_template: Annotated[
+        bool | None,
+        typer.Option("--chat-template/--raw", help="Use the model's chat template (default: if it has one)."),
+    ] = None,
+    compare_dense: Annotated[
+        bool, typer.Option("--compare-dense", help="Run again without compression.")
+    ] = False,
+    allow_download: Annotated[
+        bool, typer.Option("--allow-download", help="Fetch a hub id if need be.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+) -> None:
+    """Read a long prompt into a small cache and answer.
+
+    [bold]Examples[/bold]
+
+      kvfold generate MODEL --file report.txt --question "Who signed it?" --policy 'manifoldkv(keep=0.25)'
+
+      cat log.txt | kvfold generate MODEL --policy 'snapkv(keep=1024)' --compare-dense
+
+      kvfold generate model.gguf --prompt "Once upon a time" --raw --max-new-tokens 100 --json
+    """
+    import kvfold
+    from kvfold.cli._prompt import build_prompt, read_text, use_template
+    from kvfold.cli._session import Session, Settings
+    from kvfold.hf.load import check_context, load_model
+
+    chosen = kvfold.policy(policy)
+    text = read_text(prompt, file)
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
+    chat = use_template(tokenizer, chat_template)
+    ids = build_prompt(tokenizer, text, question, chat=chat)
+    check_context(loaded, len(ids.context) + len(ids.question), max_new_tokens)
+    settings = Settings(
+        max_new_tokens=max_new_tokens, chunk_size=chunk_size, temperature=temperature, seed=seed
+    )
+    session = Session(loaded, tokenizer, chosen, settings)
+    if compare_dense:
+        # So that neither of the two runs that are compared pays for being the first.
+        Session(loaded, tokenizer, kvfold.policy("dense"), settings).feed(ids.context[:chunk_size])
+    runs = [_run(session, ids, quiet=json)]
+    if compare_dense:
+        runs.append(_run(Session(loaded, tokenizer, kvfold.policy("dense"), settings), ids, quiet=True))
+    if json:
+        document = {
+            "model": model,
+            "device": str(loaded.device),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+        }
+        document |= {"chat_template": chat, "query_aware": ids.query_aware, **runs[0]}
+        print_json(document | ({"dense": runs[1]} if compare_dense else {}))
+    else:
+        _show(runs, ids.query_aware)
+
+
+def _run(session: Session, ids: Prompt, *, quiet: bool) -> dict[str, Any]:
+    def write(text: str) -> None:
+        if not quiet:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    with progress_bar("reading") as progress:
+        answer = session.answer(ids.context, ids.question, write, progress)
+    write("\n")
+    return _record(session, answer)
+
+
+def _record(session: Session, answer: Answer) -> dict[str, Any]:
+    held, dense = session.cache.nbytes, session.cache.dense_nbytes
+    return {
+        "policy": str(session.policy),
+        **asdict(answer),
+        "nbytes": held,
+        "dense_nbytes": dense,
+        "compression_ratio": 1 - held / dense,
+    }
+
+
+def _show(runs: list[dict[str, Any]], query_aware: bool) -> None:
+    from rich.table import Table
+
+    table = Table(
+        title=f"question {'seen' if query_aware else 'not seen'} by the policy", title_justify="left"
+    )
+    for heading in ("policy", "KV held", "KV dense", "saved", "ttft", "tpot", "tokens in", "tokens out"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for run in runs:
+        table.add_row(
+            run["policy"],
+            size(run["nbytes"]),
+            size(run["dense_nbytes"]),
+            f"{run['compression_ratio']:.1%}",
+            seconds(run["ttft"]),
+            seconds(run["tpot"]),
+            str(run["fed_tokens"]),
+            str(run["new_tokens"]),
+        )
+    stderr().print(table)
+    for run in runs[1:]:
+        stderr().print(f"[dim]{run['policy']} answered:[/dim] ", end="")
+        stderr().print(run["text"], markup=False)

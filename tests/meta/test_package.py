@@ -1,0 +1,79 @@
+"""The public surface, what importing it costs, and the version."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import kvfold
+from kvfold.core import catalogue
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("transformers", "triton", "vllm", "ray", "matplotlib", "typer", "rich", "accelerate", "tokenizers")
+
+
+def _fresh(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_all_is_what_is_public() -> None:
+    public = {name for name in dir(kvfold) if not name.startswith("_")}
+    rooms = {path.name for path in Path(kvfold.__file__).parent.iterdir() if path.is_dir()}
+    assert sorted(kvfold.__all__) == sorted(set(kvfold.__all__)), "a name stands twice"
+    assert public - rooms == set(kvfold.__all__) - rooms - {"__version__"}
+
+
+@pytest.mark.parametrize("name", kvfold.__all__)
+def test_every_public_name_resolves_and_is_documented(name: str) -> None:
+    thing = getattr(kvfold, name)
+    assert name.startswith("__") or thing.__doc__
+
+
+def test_import_loads_no_optional_package() -> None:
+    code = "import kvfold, json, sys; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
+    assert not set(json.loads(_fresh(code))) & set(HEAVY)
+
+
+def test_command_line_starts_without_torch() -> None:
+    code = "import sys, kvfold.cli.app; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    assert _fresh(code).split() == ["False", "False"]
+
+
+def test_loading_a_method_leaves_the_public_function_in_place() -> None:
+    # The room and the function share the name "methods"; importing the one must not hide the other.
+    code = (
+        "import kvfold, importlib; first = kvfold.methods(); [entry.load() for entry in first];"
+        "importlib.import_module('kvfold.methods'); print(kvfold.methods() == first)"
+    )
+    assert _fresh(code).strip() == "True"
+
+
+def test_every_module_imports() -> None:
+    source = Path(kvfold.__file__).parent
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source.parent).with_suffix("").parts
+        importlib.import_module(".".join(parts).removesuffix(".__init__"))
+
+
+def test_version_is_the_newest_of_the_changelog() -> None:
+    entries = re.findall(
+        r"^## \[(\d+\.\d+\.\d+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
+    )
+    assert entries[0] == kvfold.__version__ == version("kvfold")
+
+
+def test_typed_marker_is_shipped() -> None:
+    assert (Path(kvfold.__file__).parent / "py.typed").exists()
+
+
+def test_catalogue_names_are_unique_and_lower_case() -> None:
+    names = [entry.name for entry in catalogue.methods()]
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in names)
