@@ -1,4 +1,4 @@
-"""Session-wide: versions in the header, markers that skip themselves, no network, reproducible random numbers."""
+"""Session-wide: versions in the header, markers that skip themselves, no network, fixed seeds."""
 
 from __future__ import annotations
 

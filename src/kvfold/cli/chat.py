@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from kvfold.cli import _options
 from kvfold.cli._console import progress_bar, seconds, size, stderr
 from kvfold.core.errors import ConfigError, KvfoldError
 
@@ -24,19 +23,15 @@ HELP = """\
 
 
 def command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder with safetensors, a .gguf file, or a hub id.")
-    ],
-    policy: Annotated[str, typer.Option(help="What happens to the cache; see kvfold methods.")] = "dense",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound on one answer.")] = 256,
-    chunk_size: Annotated[int, typer.Option(min=1, help="Prompt tokens per forward pass.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    allow_download: Annotated[
-        bool, typer.Option("--allow-download", help="Fetch a hub id if need be.")
-    ] = False,
+    model: _options.Model,
+    policy: _options.Policy = "dense",
+    max_new_tokens: _options.MaxNewTokens = 256,
+    chunk_size: _options.ChunkSize = 512,
+    temperature: _options.Temperature = 0.0,
+    seed: _options.Seed = 0,
+    dtype: _options.Dtype = "auto",
+    device: _options.Device = "auto",
+    allow_download: _options.AllowDownload = False,
 ) -> None:
     r"""Talk to a model on one growing cache; one line is one turn, /help lists the commands.
 

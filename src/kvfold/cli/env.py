@@ -7,11 +7,10 @@ import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kvfold._version import __version__
+from kvfold.cli import _options
 from kvfold.cli._console import print_json
 
 PACKAGES = (
@@ -34,9 +33,7 @@ VARIABLES = (
 )
 
 
-def command(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
-) -> None:
+def command(json: _options.Json = False) -> None:
     """Print what a bug report needs: versions, devices, threads.
 
     [bold]Examples[/bold]

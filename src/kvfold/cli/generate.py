@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvfold.cli import _options
 from kvfold.cli._console import print_json, progress_bar, seconds, size, stderr
 
 if TYPE_CHECKING:
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder with safetensors, a .gguf file, or a hub id.")
-    ],
-    policy: Annotated[str, typer.Option(help="What happens to the cache; see kvfold methods.")] = "dense",
+    model: _options.Model,
+    policy: _options.Policy = "dense",
     prompt: Annotated[str | None, typer.Option(help="The prompt as text.")] = None,
     file: Annotated[
         Path | None, typer.Option(help="The prompt as a file; without both, stdin is read.")
@@ -28,12 +27,12 @@ def command(
     question: Annotated[
         str | None, typer.Option(help="Asked after the prompt was compressed, which thus cannot see it.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound on the answer.")] = 64,
-    chunk_size: Annotated[int, typer.Option(min=1, help="Prompt tokens per forward pass.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    max_new_tokens: _options.MaxNewTokens = 64,
+    chunk_size: _options.ChunkSize = 512,
+    temperature: _options.Temperature = 0.0,
+    seed: _options.Seed = 0,
+    dtype: _options.Dtype = "auto",
+    device: _options.Device = "auto",
     chat_template: Annotated[
         bool | None,
         typer.Option("--chat-template/--raw", help="Use the model's chat template (default: if it has one)."),
@@ -41,10 +40,8 @@ def command(
     compare_dense: Annotated[
         bool, typer.Option("--compare-dense", help="Run again without compression.")
     ] = False,
-    allow_download: Annotated[
-        bool, typer.Option("--allow-download", help="Fetch a hub id if need be.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+    allow_download: _options.AllowDownload = False,
+    json: _options.Json = False,
 ) -> None:
     """Read a long prompt into a small cache and answer.
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from kvfold.cli import _options
 from kvfold.cli._console import print_json
 
 if TYPE_CHECKING:
     from kvfold.core.catalogue import Entry
 
 
-def command(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
-) -> None:
+def command(json: _options.Json = False) -> None:
     """List the methods: what each is, what it needs of an engine, its parameters with their defaults.
 
     [bold]Examples[/bold]
