@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from kvfold.cli._console import seconds, size
+from kvfold.cli._prompt import build_prompt, first_turn, next_turn
+from kvfold.cli._session import Streamer
+
+from .conftest import byte_tokenizer
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_question_is_the_tail_and_nothing_is_lost(chat: bool) -> None:
+    tokenizer = byte_tokenizer()
+    prompt = build_prompt(tokenizer, "Ships sail.\n", "Who sails?", chat=chat)
+    whole = "Ships sail.\n\nWho sails?"
+    expected = f"<|user|>{whole}<|end|><|assistant|>" if chat else whole
+    assert tokenizer.decode([*prompt.context, *prompt.question]) == expected
+    assert tokenizer.decode(prompt.question).startswith("Who sails?")
+    assert not prompt.query_aware
+
+
+def test_without_a_question_the_last_token_is_fed_alone() -> None:
+    prompt = build_prompt(byte_tokenizer(), "abc", None, chat=False)
+    assert (len(prompt.context), len(prompt.question)) == (2, 1)
+    assert prompt.query_aware
+
+
+def test_turns_join_to_what_the_template_says() -> None:
+    tokenizer = byte_tokenizer()
+    said = "Hi."
+    turns = [{"role": r, "content": c} for r, c in (("user", "One"), ("assistant", said), ("user", "Two"))]
+    whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    joined = [*first_turn(tokenizer, "One"), *tokenizer(said)["input_ids"], *next_turn(tokenizer, "Two")]
+    assert tokenizer.decode(joined) == whole
+
+
+def test_streamer_holds_back_half_a_character() -> None:
+    import torch
+
+    tokenizer, pieces = byte_tokenizer(), []
+    streamer = Streamer(tokenizer, pieces.append)
+    streamer.put(torch.tensor([[1, 2, 3]]))
+    for token in tokenizer("aé€b")["input_ids"]:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert pieces == ["a", "é", "€", "b"]
+    assert streamer.text == "aé€b"
+    assert len(streamer.times) == len(streamer.tokens) == 7
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 << 20, "3.00 MiB"), (5 << 40, "5120.00 GiB")],
+)
+def test_size(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.0123, "12.3 ms"), (2.5, "2.50 s")])
+def test_seconds(value: float | None, text: str) -> None:
+    assert seconds(value) == text
