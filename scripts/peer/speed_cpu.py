@@ -1,0 +1,267 @@
+"""Time prefill with compression, and decoding, of one real small model on the CPU.
+
+    python speed_cpu.py --side kvpress --model model.gguf --json out.json      (environment with kvpress)
+    python speed_cpu.py --side kvfold  --model model.gguf --json out.json      (environment with kvfold)
+    python speed_cpu.py --both PEER_PYTHON KVFOLD_PYTHON --model model.gguf --json out.json
+
+Both sides do the same: KeyDiff, the newest tokens of a real text, a prefill of the model's body without its head,
+one compression, then a plain greedy loop of one forward per token. ``--both`` runs the sides in turns, one process
+per round and side, so that both see the same machine, and prints ratios of medians. Only the timings of a
+side's own environment differ: its transformers version is part of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+SIDES = ("kvpress", "kvfold", "dense")
+FIGURES = ("prefill_s", "decode_tokens_per_s")
+
+
+def build_prompt(tokenizer: Any, tokens: int) -> Any:
+    """Return ``[1, tokens]`` ids of the standard library's own documentation topics."""
+    import torch
+    from pydoc_data.topics import topics
+
+    text = re.sub(r"[ \t]+", " ", "\n\n".join(topics[name] for name in sorted(topics)))
+    ids = tokenizer(text[: tokens * 12], return_tensors="pt", add_special_tokens=False).input_ids
+    if ids.shape[1] < tokens:
+        raise ValueError(f"--tokens must be at most {ids.shape[1]} for this text, got {tokens}")
+    return ids[:, :tokens].to(torch.int64)
+
+
+def load(path: Path, dtype: str) -> tuple[Any, Any]:
+    """Load model and tokenizer from one GGUF file."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+    return model.eval(), AutoTokenizer.from_pretrained(**where)
+
+
+def kvpress_prefill(model: Any, ids: Any, keep: float) -> Any:
+    """Prefill and compress with kvpress."""
+    from kvpress import KeyDiffPress
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with KeyDiffPress(compression_ratio=1 - keep)(model):
+        model.model(ids, past_key_values=cache)
+    return cache
+
+
+def kvfold_prefill(model: Any, ids: Any, keep: float) -> Any:
+    """Prefill and compress with kvfold: the same formula, compressed once at the end."""
+    import kvfold
+
+    policy = kvfold.policy("keydiff", keep=keep, sink_tokens=0, recent_tokens=0, chunk=None)
+    cache = kvfold.Cache(model, policy)
+    model.model(ids, past_key_values=cache)
+    return cache
+
+
+def dense_prefill(model: Any, ids: Any, keep: float) -> Any:
+    """Prefill without compression, as the yardstick of both."""
+    from transformers import DynamicCache
+
+    del keep
+    cache = DynamicCache()
+    model.model(ids, past_key_values=cache)
+    return cache
+
+
+PREFILL: dict[str, Callable[[Any, Any, float], Any]] = {
+    "kvpress": kvpress_prefill,
+    "kvfold": kvfold_prefill,
+    "dense": dense_prefill,
+}
+
+
+def rows_held(cache: Any) -> int:
+    """Return the tokens that layer 0 holds."""
+    if hasattr(cache, "stored_tokens"):
+        return int(cache.stored_tokens(0).max())
+    return int(cache.layers[0].keys.shape[2])
+
+
+def decode(model: Any, cache: Any, last: Any, position: int, tokens: int) -> list[int]:
+    """Greedy loop: one forward per token, positions counted from the whole prompt."""
+    import torch
+
+    out = []
+    for step in range(tokens):
+        at = torch.tensor([[position + step]])
+        last = model(last, past_key_values=cache, position_ids=at, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        out.append(int(last))
+    return out
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run one side: one short warm-up, then ``--rounds`` measurements."""
+    import torch
+
+    torch.set_num_threads(args.threads)
+    prefill = PREFILL[args.side]
+    if args.side == "kvpress":
+        import kvpress  # noqa: F401  (patches attention functions: before the model is built)
+    model, tokenizer = load(args.model, args.dtype)
+    ids = build_prompt(tokenizer, args.tokens)
+    context, last = ids[:, :-1], ids[:, -1:]
+    samples: dict[str, list[float]] = {name: [] for name in FIGURES}
+    with torch.no_grad():
+        decode(model, prefill(model, context[:, :256], args.keep), last, 256, 4)
+        for _ in range(args.rounds):
+            start = time.perf_counter()
+            cache = prefill(model, context, args.keep)
+            samples["prefill_s"].append(time.perf_counter() - start)
+            held = rows_held(cache)
+            decode(model, cache, last, context.shape[1], 1)
+            start = time.perf_counter()
+            decode(model, cache, last, context.shape[1] + 1, args.new_tokens)
+            samples["decode_tokens_per_s"].append(args.new_tokens / (time.perf_counter() - start))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "side": args.side,
+        "dtype": args.dtype,
+        "threads": torch.get_num_threads(),
+        "tokens": int(context.shape[1]),
+        "keep": args.keep,
+        "tokens_held": held,
+        "new_tokens": args.new_tokens,
+        "attention": model.config._attn_implementation,
+        "versions": {name: version(name) for name in ("transformers", "torch")},
+        "peak_rss_mib": peak / 1024,
+        "samples": samples,
+        "medians": {name: statistics.median(values) for name, values in samples.items()},
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """Return a result as one line."""
+    medians = result["medians"]
+    return (
+        f"{result['side']:8} {result['dtype']:9} {result['tokens']} tokens, {result['tokens_held']} held, "
+        f"{result['threads']} threads: prefill + compress {medians['prefill_s']:.2f} s, "
+        f"decode {medians['decode_tokens_per_s']:.2f} tokens/s"
+    )
+
+
+def run_elsewhere(python: str, side: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one round of one side in a process of its own environment."""
+    command = [
+        python,
+        __file__,
+        "--side",
+        side,
+        "--model",
+        str(args.model),
+        "--dtype",
+        dtype,
+        "--rounds",
+        "1",
+    ]
+    for name in ("tokens", "new_tokens", "keep", "threads"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    run = subprocess.run([*command, "--json", "-"], capture_output=True, text=True, check=False)
+    if run.returncode:
+        last = (run.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"{side} with {python} failed: {last}")
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def both(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the sides in turns and print medians and ratios per dtype."""
+    pythons = dict(zip(("kvpress", "kvfold"), args.both, strict=True))
+    results = []
+    for dtype in args.dtype.split(","):
+        merged: dict[str, dict[str, Any]] = {}
+        for turn in range(args.rounds):
+            for side in sorted(pythons, reverse=bool(turn % 2)):  # who goes first changes every round
+                one = run_elsewhere(pythons[side], side, dtype, args)
+                print(f"round {turn + 1}: {show(one)}", file=sys.stderr, flush=True)
+                kept = merged.setdefault(side, one)
+                if kept is not one:
+                    for name in FIGURES:
+                        kept["samples"][name] += one["samples"][name]
+        for result in merged.values():
+            result["medians"] = {name: statistics.median(v) for name, v in result["samples"].items()}
+            print(show(result))
+        ours, peer = merged["kvfold"]["medians"], merged["kvpress"]["medians"]
+        ratios = {name: ours[name] / peer[name] for name in FIGURES}
+        print(
+            f"{dtype}: kvfold / kvpress: prefill + compress {ratios['prefill_s']:.3f} (lower is better), "
+            f"decode {ratios['decode_tokens_per_s']:.3f} (higher is better)"
+        )
+        results.append({"dtype": dtype, "ratios": ratios, "sides": merged})
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and run one side, or both in turns."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--side", choices=SIDES, help="measure this library in this environment")
+    what.add_argument(
+        "--both", nargs=2, metavar=("PEER_PYTHON", "KVFOLD_PYTHON"), help="measure both in turns"
+    )
+    parser.add_argument("--model", type=Path, required=True, help="a GGUF file, e.g. SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--dtype", default="float32", help="float32 or bfloat16; with --both also a comma list"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="prompt tokens (default 4096)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="decoded tokens (default 64)")
+    parser.add_argument("--keep", type=float, default=0.25, help="share of tokens that stays (default 0.25)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements; medians are shown (default 3)")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="torch threads (default: all)"
+    )
+    parser.add_argument(
+        "--json", help="write the figures to this file; - prints them as the last line instead"
+    )
+    args = parser.parse_args(argv)
+    if not args.model.is_file():
+        parser.error(f"--model must be a GGUF file, got {args.model}")
+    if not 0 < args.keep < 1:
+        parser.error(f"--keep must be above 0 and below 1, got {args.keep}")
+    if unknown := set(args.dtype.split(",")) - {"float32", "bfloat16"}:
+        parser.error(f"--dtype must be float32 or bfloat16, got {', '.join(sorted(unknown))}")
+    if args.side and "," in args.dtype:
+        parser.error("--dtype takes one value with --side")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    try:
+        result: Any = both(args) if args.both else measure(args)
+    except ImportError as error:
+        print(f"error: {error}; use the environment that README.md names for this side", file=sys.stderr)
+        return 2
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+        return 2
+    if args.side and args.json != "-":
+        print(show(result))
+    if args.json == "-":
+        print(json.dumps(result))
+    elif args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
