@@ -1,0 +1,1 @@
+"""Methods that split a budget over layers and heads, one per file."""

@@ -1,0 +1,1 @@
+"""Methods that decide for good which tokens stay, one per file."""
