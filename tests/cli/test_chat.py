@@ -25,8 +25,8 @@ def test_each_turn_feeds_only_its_own_tokens(invoke: Invoke, model_dir: Path) ->
         "chat", model_dir, *DENSE, stdin="Hello there!\nAnd again.\nBye.\n/stats\n/quit\nnot read\n"
     )
     assert result.exit_code == 0
-    # A turn is its words, a mark before and after them, and the mark of the answer; from the second turn on also
-    # the last token of the answer before (known, not fed yet), and the end mark where that answer was cut.
+    # A turn is its words, a mark before and after them, and the mark of the answer; later ones begin with
+    # the last token of the answer before (known, not fed yet), and its end mark where that answer was cut.
     first, second, third = fed(result)
     assert first == len("Hello there!") + 3
     assert second in (len("And again.") + 4, len("And again.") + 5)

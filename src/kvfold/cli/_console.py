@@ -20,6 +20,13 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def note(text: str) -> None:
+    """Say what goes on, to a person alone: a pipe or a log gets nothing."""
+    console = stderr()
+    if console.is_terminal:
+        console.print(text, style="dim", markup=False, soft_wrap=True)
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document on one line of stdout."""
     print(json.dumps(document, ensure_ascii=False), flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvfold.cli import _options
-from kvfold.cli._console import progress_bar, seconds, size, stderr
+from kvfold.cli._console import note, progress_bar, seconds, size, stderr
 from kvfold.core.errors import ConfigError, KvfoldError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def command(
     from kvfold.hf.load import load_model
 
     chosen = kvfold.policy(policy)
+    note(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
     use_template(tokenizer, True)
     next_turn(tokenizer, ".")  # refuses a template that no cache can follow before anything is typed
@@ -76,7 +77,7 @@ def _lines() -> Iterator[str]:
         return
     import readline  # noqa: F401  (importing it gives input() editing and history)
 
-    stderr().print("[dim]/help lists the commands[/dim]")
+    note("/help lists the commands")
     while True:
         try:
             yield input("> ")

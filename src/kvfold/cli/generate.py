@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvfold.cli import _options
-from kvfold.cli._console import print_json, progress_bar, seconds, size, stderr
+from kvfold.cli._console import note, print_json, progress_bar, seconds, size, stderr
 
 if TYPE_CHECKING:
     from kvfold.cli._prompt import Prompt
@@ -60,6 +60,7 @@ def command(
 
     chosen = kvfold.policy(policy)
     text = read_text(prompt, file)
+    note(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
     chat = use_template(tokenizer, chat_template)
     ids = build_prompt(tokenizer, text, question, chat=chat)

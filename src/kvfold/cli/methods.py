@@ -30,9 +30,13 @@ def command(json: _options.Json = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "role", "needs", "parameters", "summary")
+    table = Table(show_lines=True)
+    for heading in ("name", "role", "needs", "parameters", "summary"):
+        table.add_column(heading, no_wrap=heading in ("name", "role"), overflow="fold")
     for row in rows:
-        table.add_row(row["name"], row["role"], ", ".join(row["needs"]), show_parameters(row), row["summary"])
+        table.add_row(
+            row["name"], row["role"], "\n".join(row["needs"]), "\n".join(show_parameters(row)), row["summary"]
+        )
     Console(highlight=False).print(table)
 
 
@@ -56,19 +60,19 @@ def describe(entry: Entry) -> dict[str, Any]:
     }
 
 
-def show_parameters(row: dict[str, Any]) -> str:
+def show_parameters(row: dict[str, Any]) -> list[str]:
     """Write the parameters of a described method as they stand in a policy.
 
     Args:
         row: From :func:`describe`.
 
     Returns:
-        ``"window=64, kernel=5"``; a parameter without a default stands alone.
+        Such as ``window=64``, in order; a parameter without a default stands alone.
     """
-    return ", ".join(
+    return [
         name if value == "required" else f"{name}={'none' if value is None else value}"
         for name, value in row["parameters"].items()
-    )
+    ]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

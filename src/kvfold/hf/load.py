@@ -115,8 +115,9 @@ def load_model(
             raise UnsupportedError(
                 f"MODEL must be a decoder-only language model, got {kind!r}, an encoder-decoder"
             )
+        # Handing the config over spares a second reading of it, which takes seconds for a GGUF file.
         model = AutoModelForCausalLM.from_pretrained(
-            source.name, dtype=_dtype(dtype, source, config, place), **options
+            source.name, config=config, dtype=_dtype(dtype, source, config, place), **options
         )
         tokenizer = AutoTokenizer.from_pretrained(source.name, **options)
     except (OSError, ValueError, KeyError) as error:
