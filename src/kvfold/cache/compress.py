@@ -10,6 +10,7 @@ from kvfold.cache.rows import RowStore
 from kvfold.cache.spec import AttentionCall, LayerSpec
 from kvfold.core.errors import CacheStateError, ShapeError
 from kvfold.core.interfaces import Evictor, ScoreContext
+from kvfold.core.memory import kv_row_nbytes
 from kvfold.core.policy import Policy
 from kvfold.core.select import protect_mask, select_rows
 from kvfold.core.types import Need
@@ -39,7 +40,7 @@ def compress(
     evictor, allocator = policy.evictor, policy.allocator
     if evictor is None or allocator is None or spec.order is None or not store.total_rows:
         return False
-    mean = policy.keep_tokens(seen, spec.row_nbytes)
+    mean = policy.keep_tokens(seen, row_nbytes(store, spec))
     keep = allocator.layer_tokens(mean, seen, spec.order, spec.num_compressed, policy.protected_tokens)
     keep = max(keep, min(seen, policy.protected_tokens), 1)
     if all(keep * store.kv_heads >= sum(row) for row in store.lengths):
@@ -50,6 +51,12 @@ def compress(
     counts = allocator.head_counts(scores, protected, keep, spec.order)
     store.keep(select_rows(scores, protected, counts), counts)
     return True
+
+
+def row_nbytes(store: RowStore, spec: LayerSpec) -> int:
+    """Bytes of one token over all KV heads of all compressed layers, stored position included."""
+    width = kv_row_nbytes(store.keys.shape[-1], store.values.shape[-1], store.keys.element_size())
+    return spec.num_compressed * store.kv_heads * (width + torch.int32.itemsize)
 
 
 def _scores(

@@ -20,6 +20,7 @@ from kvfold.core.errors import CacheStateError
 from kvfold.core.policy import Policy
 from kvfold.core.types import Need
 from kvfold.kernels.attention import AttentionOutput, attend, join_sinks, merge
+from kvfold.kernels.scores import received_attention
 
 _BAND = 256  # least queries of one tile of sliding-window attention
 
@@ -71,10 +72,14 @@ class Lane:
         pieces, at = [], 0
         for stop, due in self._segments(q.shape[2], prompt, prompt_ends, policy, spec):
             if stop > at:
-                pieces.append(self._extend(q[:, :, at:stop], k[:, :, at:stop], v[:, :, at:stop], call))
+                # decoded queries are worth remembering only where they will be scored with
+                watch = stop <= prompt or policy.every is not None
+                pieces.append(self._extend(q[:, :, at:stop], k[:, :, at:stop], v[:, :, at:stop], call, watch=watch))
             at = stop
             if due:
                 self.compress(policy, spec, call)
+            if prompt_ends and at == prompt and not policy.is_dense and policy.every is None:
+                self.observed.forget()
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def compress(self, policy: Policy, spec: LayerSpec, call: AttentionCall) -> None:
@@ -83,14 +88,27 @@ class Lane:
             self.fixed = self.seen
         self.replay_mass = None
 
-    def probe(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, AttentionOutput]:
-        """Attend like :meth:`extend`, but keep nothing.
+    def replay(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: int, start: int, stop: int) -> Tensor:
+        """Attend like :meth:`extend` but keep nothing, and record the attention that rows ``start`` to ``stop`` receive.
 
-        Returns:
-            The output and the same result before the layer's own sinks were counted in.
+        The recorded share is of the first ``sinks`` rows, the rows in question and the replayed tokens themselves.
         """
-        part = self._attend_full(q, k, v, call)
-        return part.output, part
+        if call.visibility.is_full and self.store.is_uniform:
+            keys, values = self.store.dense(self.store.keys), self.store.dense(self.store.values)
+            groups = [(keys[:, :, :sinks], values[:, :, :sinks])] if sinks else []
+            groups.append((keys[:, :, start:stop], values[:, :, start:stop]))
+            parts = [attend(q, a, b, scale=call.scale, softcap=call.softcap) for a, b in groups]
+            parts.append(attend(q, k, v, scale=call.scale, causal=True, softcap=call.softcap))
+            part = merge(parts)
+            lse = (part if call.sinks is None else join_sinks(part, call.sinks)).lse
+            if self.replay_mass is None:
+                self.replay_mass = torch.zeros(keys.shape[:3], device=k.device)
+            self.replay_mass[:, :, start:stop] = received_attention(
+                q, keys[:, :, start:stop], lse, scale=call.scale, softcap=call.softcap, reduce="max"
+            )
+            return self._attend_full(q, k, v, call).output
+        trial = self.fork()
+        return trial._extend(q, k, v, call, watch=False)
 
     def crop(self, count: int) -> None:
         """Forget the newest ``count`` tokens.
@@ -109,6 +127,33 @@ class Lane:
         self.seen -= count
         self.decoded = max(0, self.decoded - count)
         self.observed.crop(count)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and value of every tensor held."""
+        yield from self.store.tensors()
+        yield from self.observed.tensors()
+        if self.replay_mass is not None:
+            yield "replay_mass", self.replay_mass
+
+    def check(self, *, evicts: bool) -> None:
+        """Verify the lane's own rules.
+
+        Args:
+            evicts: Whether rows may be missing; a layer that is passed through holds its newest rows without a gap.
+
+        Raises:
+            CacheStateError: If one is broken.
+        """
+        self.store.check()
+        if self.store.longest > self.seen:
+            raise CacheStateError(f"stored tokens must be at most the {self.seen} seen, got {self.store.longest}")
+        for row in range(self.store.batch):
+            for head in range(self.store.kv_heads):
+                positions = self.store.row_positions(row, head)
+                if positions.numel() and int(positions[-1]) >= self.seen:
+                    raise CacheStateError(f"positions must be below the {self.seen} tokens seen, got {int(positions[-1])}")
+        if not evicts and self.store.positions is not None:
+            raise CacheStateError("a layer that is passed through must never evict")
 
     def select(self, rows: list[int]) -> Lane:
         """Return a lane of the given batch rows."""
@@ -150,7 +195,7 @@ class Lane:
             self.decoded += step
             yield at, policy.every is not None and self.decoded % policy.every == 0
 
-    def _extend(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    def _extend(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, watch: bool) -> Tensor:
         if not call.visibility.is_full:
             return self._extend_window(q, k, v, call)
         if q.shape[2] == 1:
@@ -161,7 +206,8 @@ class Lane:
             part = self._attend_full(q, k, v, call)
             self.store.append(k, v, self.seen)
         self.seen += q.shape[2]
-        self.observed.add(q, self.seen, call)
+        if watch:
+            self.observed.add(q, self.seen, call)
         self.store.receive(q, part.lse, scale=call.scale, softcap=call.softcap)
         return part.output
 
@@ -181,9 +227,26 @@ class Lane:
         if hidden >= max(PAGE, visible.size // 8):
             self.store.drop_first(min(hidden, self.store.longest))
             self.fixed = max(self.fixed, self.store.base)
-        first, count, pieces, at = self.seen, q.shape[2], [], 0
         self.store.append(k, v, self.seen)
-        base = self.store.base
+        self.seen += q.shape[2]
+        return self._read_window(q, call)
+
+    def read(self, q: Tensor, call: AttentionCall) -> Tensor:
+        """Attend with queries of the newest tokens, whose rows are stored already and were never evicted."""
+        if not call.visibility.is_full:
+            return self._read_window(q, call)
+        keys, values = self.store.dense(self.store.keys), self.store.dense(self.store.values)
+        old = keys.shape[2] - q.shape[2]
+        parts = [attend(q, keys[:, :, old:], values[:, :, old:], scale=call.scale, causal=True, softcap=call.softcap)]
+        if old:
+            parts.append(attend(q, keys[:, :, :old], values[:, :, :old], scale=call.scale, softcap=call.softcap))
+        part = merge(parts)
+        return (part if call.sinks is None else join_sinks(part, call.sinks)).output
+
+    def _read_window(self, q: Tensor, call: AttentionCall) -> Tensor:
+        visible = call.visibility
+        count, pieces, at = q.shape[2], [], 0
+        first, base = self.seen - count, self.store.base
         keys, values = self.store.dense(self.store.keys), self.store.dense(self.store.values)
         while at < count:
             if visible.kind == "chunked":
@@ -194,7 +257,6 @@ class Lane:
             seen = slice(low, first + stop - base)
             pieces.append(self._attend_band(q[:, :, at:stop], keys[:, :, seen], values[:, :, seen], call))
             at = stop
-        self.seen += count
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     @staticmethod

@@ -211,6 +211,18 @@ class RowStore:
         copy._shared = self._shared = True
         return copy
 
+    def restore(self, pools: dict[str, Tensor | None], lengths: list[list[int]], capacity: list[list[int]]) -> None:
+        """Take over saved pools and the layout that they were saved with.
+
+        Args:
+            pools: ``keys``, ``values``, ``positions``, ``mass``; the last two may be ``None``.
+            lengths: Rows held per run.
+            capacity: Pool rows of each run.
+        """
+        for name, pool in pools.items():
+            setattr(self, name, pool)
+        self.lengths, self.capacity, self.starts = lengths, capacity, _starts(capacity)
+
     def attend(self, q: Tensor, *, scale: float, softcap: float | None, last: int | None = None) -> AttentionOutput:
         """Attend to all rows; every query sees every row.
 

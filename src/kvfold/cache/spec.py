@@ -19,7 +19,6 @@ class LayerSpec:
         num_layers: Layers of the model.
         order: Index among the layers that are compressed, ``None`` for a layer that is passed through.
         num_compressed: Number of layers that are compressed.
-        row_nbytes: Bytes of one token over all KV heads of all compressed layers, positions included.
         visibility: Which past its queries see.
     """
 
@@ -27,7 +26,6 @@ class LayerSpec:
     num_layers: int
     order: int | None
     num_compressed: int
-    row_nbytes: int
     visibility: Visibility
 
 

@@ -1,0 +1,202 @@
+"""One layer of a cache: its lanes, and the way of a batch through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.lane import Lane
+from kvfold.cache.spec import AttentionCall, LayerSpec
+from kvfold.core.errors import CacheStateError, ShapeError
+from kvfold.core.policy import Policy
+from kvfold.core.types import Need
+
+
+class Replay(NamedTuple):
+    """A pass over the context that records attention and stores nothing.
+
+    Attributes:
+        sinks: First rows that share the softmax.
+        start: First row that is scored.
+        stop: Row after the last one.
+    """
+
+    sinks: int
+    start: int
+    stop: int
+
+
+class CacheLayer:
+    """Holds the rows of one layer and attends to them.
+
+    All rows of a batch advance in one lane until padding tells them apart; then each has a lane of its own, and a row
+    of a padded batch goes exactly the way that it would go alone.
+
+    Attributes:
+        spec: Which layer this is.
+        lanes: One lane with all batch rows, or one lane per batch row in order.
+        columns: Tokens fed so far, padding included: the length that the caller counts in.
+        call: How the last forward call attended.
+        padded_at: Column behind the newest padding; cropping cannot reach it.
+    """
+
+    def __init__(self, spec: LayerSpec, needs: Need, query_window: int):
+        """Make an empty layer that will remember what ``needs`` asks for."""
+        # a layer that is passed through is never scored, so it has nothing to remember
+        self.spec = spec
+        self.needs = needs if spec.order is not None else Need.NOTHING
+        self.query_window = query_window
+        self.lanes: list[Lane] = []
+        self.columns = 0
+        self.call: AttentionCall | None = None
+        self.padded_at = 0
+
+    @property
+    def batch(self) -> int:
+        """Batch rows, 0 before the first token."""
+        return sum(lane.store.batch for lane in self.lanes)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, policy: Policy, *, valid: Tensor | None, prompt: int,
+        prompt_ends: bool, replay: Replay | None = None,
+    ) -> Tensor:
+        """Append a batch's new tokens and attend.
+
+        Args:
+            q: ``[batch, q_heads, count, head_dim]``, after norm and RoPE.
+            k: ``[batch, kv_heads, count, head_dim]``.
+            v: ``[batch, kv_heads, count, value_dim]``.
+            call: How this layer attends.
+            policy: What to compress, and when.
+            valid: Which of the new tokens are real, bool ``[batch, count]``; ``None`` if all are.
+            prompt: How many of the tokens, from the first, belong to the prompt.
+            prompt_ends: Whether the prompt is complete after them.
+            replay: If set, store nothing and record attention.
+
+        Returns:
+            ``[batch, q_heads, count, value_dim]``; zero for padding.
+
+        Raises:
+            ShapeError: If the batch is not the one that the cache holds.
+        """
+        if self.lanes and q.shape[0] != self.batch:
+            raise ShapeError(f"batch must stay {self.batch} while a cache is in use, got {q.shape[0]}; use a new cache")
+        self.call = call
+        if not self.lanes:
+            self.lanes = [Lane.empty(k, v, self.needs, self.query_window)]
+        if replay is not None:
+            return self._by_lane(lambda lane, rows: lane.replay(q[rows], k[rows], v[rows], call, *replay))
+        count = q.shape[2]
+        if valid is None:
+            found = self._by_lane(
+                lambda lane, rows: lane.extend(
+                    q[rows], k[rows], v[rows], call, self.spec, policy, prompt=prompt, prompt_ends=prompt_ends
+                )
+            )
+        else:
+            found = self._padded(q, k, v, call, policy, valid, prompt, prompt_ends)
+            self.padded_at = self.columns + count
+        self.columns += count
+        return found
+
+    def read(self, q: Tensor, call: AttentionCall, valid: Tensor | None) -> Tensor:
+        """Attend with queries of the tokens appended last, for a layer that shares this one's rows.
+
+        Args:
+            q: ``[batch, q_heads, count, head_dim]``.
+            call: How the reading layer attends.
+            valid: Which of the tokens are real, as given to :meth:`forward`.
+
+        Returns:
+            ``[batch, q_heads, count, value_dim]``; zero for padding.
+        """
+        if valid is None:
+            return self._by_lane(lambda lane, rows: lane.read(q[rows], call))
+        found = q.new_zeros(*q.shape[:3], self.lanes[0].store.values.shape[-1])
+        for row, lane in enumerate(self.lanes):
+            real = valid[row].nonzero()[:, 0]
+            if real.numel():
+                found[row : row + 1, :, real] = lane.read(q[row : row + 1, :, real], call)
+        return found
+
+    def compress(self, policy: Policy) -> None:
+        """Evict now what ``policy`` does not keep."""
+        if self.call is None:
+            raise CacheStateError("compress needs a cache that has been fed since it was made or loaded; feed it a token first")
+        for lane in self.lanes:
+            lane.compress(policy, self.spec, self.call)
+            if policy.every is None:
+                lane.observed.forget()
+
+    def crop(self, count: int) -> None:
+        """Forget the newest ``count`` tokens.
+
+        Raises:
+            CacheStateError: If that reaches padding, or tokens older than the last eviction.
+        """
+        if count > self.columns - self.padded_at and self.padded_at:
+            raise CacheStateError(f"crop must stay behind the padded prompt, got {count} tokens of {self.columns - self.padded_at}")
+        for lane in self.lanes:
+            lane.crop(count)
+        self.columns -= count
+
+    def select(self, rows: list[int]) -> None:
+        """Replace the batch by the given rows of it, in that order."""
+        if len(self.lanes) == 1:
+            self.lanes = [self.lanes[0].select(rows)]
+            return
+        self.lanes = [self.lanes[row].fork() for row in rows]
+
+    def fork(self) -> CacheLayer:
+        """Return a copy that shares memory until either side is written to."""
+        copy = CacheLayer(self.spec, self.needs, self.query_window)
+        copy.lanes = [lane.fork() for lane in self.lanes]
+        copy.columns, copy.call, copy.padded_at = self.columns, self.call, self.padded_at
+        return copy
+
+    def row(self, row: int) -> tuple[Lane, int]:
+        """Return the lane of a batch row and the row's index in it."""
+        return (self.lanes[0], row) if len(self.lanes) == 1 else (self.lanes[row], 0)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield a unique name and the value of every tensor held."""
+        for index, lane in enumerate(self.lanes):
+            for name, tensor in lane.tensors():
+                yield f"{index}.{name}", tensor
+
+    def check(self) -> None:
+        """Verify the layer's own rules.
+
+        Raises:
+            CacheStateError: If one is broken.
+        """
+        for lane in self.lanes:
+            lane.check(evicts=self.spec.order is not None)
+
+    def _by_lane(self, step: Callable[[Lane, slice], Tensor]) -> Tensor:
+        pieces, at = [], 0
+        for lane in self.lanes:
+            pieces.append(step(lane, slice(at, at + lane.store.batch)))
+            at += lane.store.batch
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _padded(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, policy: Policy, valid: Tensor, prompt: int,
+        prompt_ends: bool,
+    ) -> Tensor:
+        if len(self.lanes) == 1 and self.batch > 1:
+            self.lanes = [self.lanes[0].select([row]) for row in range(self.batch)]
+        found = q.new_zeros(*q.shape[:3], v.shape[-1])
+        for row, lane in enumerate(self.lanes):
+            real = valid[row].nonzero()[:, 0]
+            if real.numel() == 0 and not prompt_ends:
+                continue
+            one = slice(row, row + 1)
+            found[one, :, real] = lane.extend(
+                q[one, :, real], k[one, :, real], v[one, :, real], call, self.spec, policy,
+                prompt=int(valid[row, :prompt].sum()), prompt_ends=prompt_ends,
+            )  # fmt: skip
+        return found

@@ -1,0 +1,74 @@
+"""A layer as named tensors and plain data, and back: what saving and loading is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.cache.lane import Lane
+from kvfold.cache.layer import CacheLayer
+from kvfold.cache.observe import Observations
+from kvfold.cache.rows import RowStore
+from kvfold.core.errors import CacheStateError, DataError
+from kvfold.core.types import Need
+
+_LANE_FACTS = ("seen", "fixed", "decoded")
+
+
+def layer_state(layer: CacheLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Take a layer apart.
+
+    Args:
+        layer: The layer; unchanged.
+
+    Returns:
+        Its tensors by name, and JSON-able facts.
+    """
+    lanes = [
+        {
+            "batch": lane.store.batch,
+            "kv_heads": lane.store.kv_heads,
+            "base": lane.store.base,
+            "lengths": lane.store.lengths,
+            "capacity": lane.store.capacity,
+            "moment_count": lane.observed.count,
+            **{name: getattr(lane, name) for name in _LANE_FACTS},
+        }
+        for lane in layer.lanes
+    ]
+    facts = {"columns": layer.columns, "padded_at": layer.padded_at, "lanes": lanes}
+    return dict(layer.tensors()), facts
+
+
+def restore_layer(layer: CacheLayer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """Put a layer together again.
+
+    Args:
+        layer: An empty layer; filled in place.
+        tensors: Tensors by name, on the layer's device.
+        facts: As :func:`layer_state` gave them.
+
+    Raises:
+        DataError: If tensors and facts do not fit together.
+    """
+    try:
+        layer.lanes = [_restore_lane(layer, index, tensors, lane) for index, lane in enumerate(facts["lanes"])]
+        layer.columns, layer.padded_at = int(facts["columns"]), int(facts["padded_at"])
+        layer.check()
+    except (KeyError, TypeError, IndexError, AttributeError, CacheStateError) as error:
+        raise DataError(f"layer {layer.spec.layer_idx} of the saved cache is inconsistent: {error}") from error
+
+
+def _restore_lane(layer: CacheLayer, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Lane:
+    own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.partition(".")[0] == str(index)}
+    store = RowStore(
+        facts["batch"], facts["kv_heads"], own["keys"], own["values"], track_mass=Need.ATTENTION_MASS in layer.needs
+    )
+    store.restore({name: own.get(name) for name in ("keys", "values", "positions", "mass")}, facts["lengths"], facts["capacity"])
+    store.base = int(facts["base"])
+    observed = Observations(
+        needs=layer.needs, query_window=layer.query_window, queries=own.get("queries"), total=own.get("total"),
+        outer=own.get("outer"), count=int(facts["moment_count"]),
+    )  # fmt: skip
+    return Lane(store=store, observed=observed, **{name: int(facts[name]) for name in _LANE_FACTS})

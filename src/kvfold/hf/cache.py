@@ -1,0 +1,347 @@
+"""The cache in the user's hands: pass it to any transformers call, then measure, fork, save or compress it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.cache import io
+from kvfold.cache.layer import Replay
+from kvfold.cache.state import layer_state, restore_layer
+from kvfold.core.errors import CacheStateError, ConfigError, DataError, UnsupportedError
+from kvfold.core.memory import held_nbytes, kv_row_nbytes
+from kvfold.core.policy import Policy
+from kvfold.core.policy import policy as build_policy
+from kvfold.core.types import Need
+from kvfold.hf import prefill as feeding
+from kvfold.hf.attention import is_prepared, prepare
+from kvfold.hf.compat import versions
+from kvfold.hf.layer import LayerView
+from kvfold.hf.models import fingerprint, read_model
+from kvfold.hf.stats import CacheStats, gather_stats
+
+_EMPTY = "empty"
+
+
+class Cache(transformers.Cache):
+    """A key-value cache whose rows a policy may evict; its bytes are freed, not masked.
+
+    Making one routes the model's attention through kvfold; calls that bring another cache, or none, behave as before.
+
+    Attributes:
+        model: The model that it belongs to.
+        policy: What is compressed, and when.
+        facts: What was read from the model's config.
+        needs: What it watches while it fills.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, policy: str | Policy = "dense", *, observe: str | Policy | Iterable[str | Policy] = ()
+    ):
+        """Make an empty cache.
+
+        Args:
+            model: A decoder-only transformers model.
+            policy: ``"dense"``, or what to compress, e.g. ``"manifoldkv(keep=0.25)"``.
+            observe: Policies that forks of this cache will be compressed with later; what their methods need to have
+                seen is remembered.
+
+        Raises:
+            ConfigError: If a policy is malformed.
+            UnsupportedError: If the model cannot be served.
+        """
+        self.facts = read_model(model)
+        self.model, self.policy = model, build_policy(policy)
+        watched = [observe] if isinstance(observe, (str, Policy)) else list(observe)
+        self.observed = tuple(build_policy(p) for p in watched)
+        asking = (self.policy, *self.observed)
+        self.needs = Need.NOTHING
+        for one in asking:
+            self.needs |= one.needs
+        self.query_window = max(one.query_window for one in asking)
+        self.replay: Replay | None = None
+        self.context_ids: Tensor | None = None
+        self.replay_prompt: Tensor | None = None
+        self._prompt_until: int | None = None
+        self._held = False
+        self._speculative = False
+        kinds = getattr(self.facts.config, "layer_types", None) or [None] * len(self.facts.layers)
+        views = [
+            LayerView(self, index, seen, kind) if seen is not None else transformers.cache_utils.DummyLayer()
+            for index, (seen, kind) in enumerate(zip(self.facts.layers, kinds, strict=True))
+        ]
+        super().__init__(layers=views)
+        prepare(model)
+
+    @property
+    def views(self) -> list[LayerView]:
+        """The layers that hold rows, in order of the model."""
+        return [layer for layer in self.layers if isinstance(layer, LayerView)]
+
+    # what is held ---------------------------------------------------------------------------------------------------
+
+    @property
+    def seen_tokens(self) -> tuple[int, ...]:
+        """Tokens ever appended per batch row, padding not counted."""
+        core = self.views[0].core
+        return tuple(lane.seen for lane in core.lanes for _ in range(lane.store.batch))
+
+    def stored_tokens(self, layer: int) -> Tensor:
+        """Return the rows held now in one layer.
+
+        Args:
+            layer: Index in the model.
+
+        Returns:
+            ``[batch, kv_heads]`` int64.
+        """
+        lanes = self._view(layer).core.lanes
+        return torch.tensor([row for lane in lanes for row in lane.store.lengths])
+
+    def positions(self, layer: int, row: int, head: int) -> Tensor:
+        """Return the positions of the rows held for one KV head of one sequence, int64, ascending."""
+        core = self._view(layer).core
+        if not 0 <= row < core.batch:
+            raise ConfigError(f"row must be in [0, {core.batch}), got {row}; the cache holds {core.batch} sequences")
+        lane, index = core.row(row)
+        return lane.store.row_positions(index, head)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held: keys, values, positions, slack of pages, and what is remembered of queries."""
+        extra = [] if self.context_ids is None else [self.context_ids]
+        return held_nbytes([tensor for view in self.views for _, tensor in view.core.tensors()] + extra)
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of the keys and values that an uncompressed cache would hold for the same tokens."""
+        total = 0
+        for view in self.views:
+            seen = view.core.spec.visibility
+            for lane in view.core.lanes:
+                store = lane.store
+                rows = lane.seen if seen.is_full else min(lane.seen, seen.size)
+                width = kv_row_nbytes(store.keys.shape[-1], store.values.shape[-1], store.keys.element_size())
+                total += store.batch * store.kv_heads * rows * width
+        return total
+
+    def stats(self) -> CacheStats:
+        """Measure the cache."""
+        return gather_stats(self)
+
+    def check(self) -> None:
+        """Verify the cache's own rules; costs a pass over its positions.
+
+        Raises:
+            CacheStateError: If one is broken.
+        """
+        for view in self.views:
+            view.core.check()
+        lengths = {view.core.columns for view in self.views}
+        if len(lengths) > 1:
+            raise CacheStateError(f"layers must have been fed equally, got {sorted(lengths)} tokens; a forward call was cut short")
+
+    # filling --------------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
+        progress: Callable[[int, int], None] | None = None, replay_prompt: Tensor | None = None,
+    ) -> Cache:
+        """Feed a prompt, in chunks if wanted, and compress when it ends.
+
+        With a policy that compresses when the prompt ends, the result does not depend on ``chunk_size``; peak memory of
+        activations does.
+
+        Args:
+            input_ids: ``[batch, tokens]``.
+            attention_mask: ``[batch, tokens]``, 0 for padding; for a cache in use, of all tokens fed so far and now.
+            chunk_size: Tokens per forward call; all at once if left out.
+            progress: Called with (tokens done, tokens in all) after each chunk.
+            replay_prompt: Token ids put before each part of the context that a replaying method (kvzip) reads again,
+                such as "Repeat the previous context exactly."; without them the context alone is read again.
+
+        Returns:
+            This cache.
+
+        Raises:
+            ConfigError: If the prompt is empty, longer than the model's context, or ``chunk_size`` is not positive.
+        """
+        feeding.prefill(self, input_ids, attention_mask, chunk_size, progress, replay_prompt)
+        return self
+
+    @contextmanager
+    def prompt(self, tokens: int) -> Iterator[None]:
+        """Declare that the next ``tokens`` columns are one prompt, however many calls they come in.
+
+        Without this, every call with more than one token is taken for a prompt of its own, after which the policy acts.
+        """
+        before = self._prompt_until
+        self._prompt_until = self.get_seq_length() + tokens
+        try:
+            yield
+        finally:
+            self._prompt_until, self._speculative = before, False
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Feed without compressing; the policy acts on what comes after, or when :meth:`compress` is called."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def prompt_part(self, columns: int, count: int) -> tuple[int, bool]:
+        """Say how many of ``count`` tokens fed at ``columns`` belong to a prompt, and whether it ends with them."""
+        if self._prompt_until is not None:
+            part = min(count, max(0, self._prompt_until - columns))
+            return part, part > 0 and columns + part == self._prompt_until and not self._held
+        part = count if (count > 1 and not self._speculative) or columns == 0 else 0
+        return part, part > 0 and not self._held
+
+    def activate_past_recording(self) -> None:
+        """Called by transformers when assisted decoding begins: calls with several tokens are drafts from now on.
+
+        Raises:
+            UnsupportedError: If it is not known where the prompt ends, or the policy evicts while decoding.
+        """
+        if self.policy.every is not None:
+            raise UnsupportedError("assisted decoding cannot undo evictions while decoding; build the policy without every")
+        if self._prompt_until is None and not self.policy.is_dense:
+            raise UnsupportedError(
+                "assisted decoding needs to know where the prompt ends; generate inside kvfold.attach(), or inside "
+                "cache.prompt(number_of_prompt_tokens)"
+            )
+        self._speculative = True
+
+    # changing -------------------------------------------------------------------------------------------------------
+
+    def compress(self, policy: str | Policy | None = None) -> Cache:
+        """Evict now.
+
+        Args:
+            policy: Becomes this cache's policy; its own if left out.
+
+        Returns:
+            This cache.
+
+        Raises:
+            CacheStateError: If the policy's method needs something that this cache did not record.
+        """
+        if policy is not None:
+            self.policy = build_policy(policy)
+        if Need.REPLAY in self.policy.needs:
+            feeding.replay_context(self)
+        for view in self.views:
+            if view.core.lanes and view.core.spec.order is not None:
+                view.core.compress(self.policy)
+        return self
+
+    def fork(self) -> Cache:
+        """Return an independent copy; memory is shared until either side writes to it."""
+        copy = Cache(self.model, self.policy, observe=self.observed)
+        copy.needs, copy.query_window = self.needs, self.query_window
+        copy.context_ids, copy.replay_prompt = self.context_ids, self.replay_prompt
+        for mine, theirs in zip(self.views, copy.views, strict=True):
+            theirs.core = mine.core.fork()
+        return copy
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens: ``-n`` removes n of them.
+
+        Raises:
+            CacheStateError: If tokens have been evicted since; fork before a step that may have to be undone.
+        """
+        super().crop(tokens_to_remove)
+
+    # files ----------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to one file, whole or not at all.
+
+        Args:
+            path: Where to.
+
+        Raises:
+            DataError: If the file cannot be written.
+        """
+        from kvfold import __version__
+
+        tensors: dict[str, Tensor] = {}
+        layers: dict[str, object] = {}
+        for view in self.views:
+            index = view.core.spec.layer_idx
+            own, layers[str(index)] = layer_state(view.core)
+            tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+        if self.context_ids is not None:
+            tensors["context_ids"] = self.context_ids
+        header = {
+            "kvfold": __version__, **versions(), "model": fingerprint(self.model), "policy": str(self.policy),
+            "observe": [str(one) for one in self.observed], "layers": layers,
+        }  # fmt: skip
+        io.write(path, tensors or {_EMPTY: torch.zeros(1)}, header)
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
+        """Read a cache that :meth:`save` wrote.
+
+        Args:
+            path: The file.
+            model: The model that the cache was made with; another one is refused.
+
+        Returns:
+            The cache, on the devices of the model's layers.
+
+        Raises:
+            DataError: If the file is damaged, foreign, or of another model or dtype.
+        """
+        tensors, header = io.read(path)
+        if header.get("model") != fingerprint(model):
+            raise DataError(f"{str(path)!r} belongs to another model (config or weights differ); load the model that it was saved with")
+        cache = cls(model, header["policy"], observe=header["observe"])
+        cache.context_ids = tensors.get("context_ids")
+        devices = feeding.layer_devices(model, len(cache.facts.layers))
+        for view in cache.views:
+            index = view.core.spec.layer_idx
+            own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+            placed = {name: tensor.to(devices[index]) for name, tensor in own.items()}
+            if any(t.dtype != model.dtype for n, t in placed.items() if n.endswith((".keys", ".values"))):
+                raise DataError(f"{str(path)!r} was saved in another dtype than the model's {model.dtype}; load the model in that dtype")
+            restore_layer(view.core, placed, header["layers"].get(str(index), {}))
+        return cache
+
+    # the protocol of transformers -----------------------------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Tie new keys and values to their layer; called by the model.
+
+        Raises:
+            CacheStateError: If the model's attention no longer goes through kvfold.
+        """
+        if not is_prepared(self.model):
+            raise CacheStateError("the model's attention no longer goes through kvfold; use the cache inside kvfold.attach() or make it outside")
+        updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return updated
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows held, -1 before the first token."""
+        return self.views[0].core.batch or -1
+
+    def __repr__(self) -> str:
+        """Name the policy and what is held."""
+        seen = self.seen_tokens
+        return f"Cache({str(self.policy)!r}, seen_tokens={seen}, nbytes={self.nbytes})"
+
+    def _view(self, layer: int) -> LayerView:
+        found = self.layers[layer] if 0 <= layer < len(self.layers) else None
+        if not isinstance(found, LayerView):
+            own = [view.core.spec.layer_idx for view in self.views]
+            raise ConfigError(f"layer must be one that caches ({own[0]} to {own[-1]}), got {layer}")
+        return found

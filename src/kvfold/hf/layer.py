@@ -1,0 +1,155 @@
+"""One layer of a cache as transformers sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from kvfold.cache.layer import CacheLayer
+from kvfold.cache.spec import AttentionCall, LayerSpec
+from kvfold.core.errors import ShapeError, UnsupportedError
+from kvfold.core.types import Need, Visibility
+from kvfold.hf.attention import CacheLength, tag
+from kvfold.hf.models import output_weight
+from kvfold.hf.rope import rotary_of
+
+if TYPE_CHECKING:
+    from kvfold.hf.cache import Cache
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class LayerView(CacheLayerMixin):
+    """Adapts a :class:`~kvfold.cache.layer.CacheLayer` to the layer interface of transformers.
+
+    Attributes:
+        core: The layer that holds the rows.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, owner: Cache, layer_idx: int, visibility: Visibility, kind: str | None):
+        """Make an empty layer of a cache."""
+        super().__init__()
+        facts, compressed = owner.facts, owner.facts.compressed
+        spec = LayerSpec(
+            layer_idx=layer_idx,
+            num_layers=len(facts.layers),
+            order=compressed.index(layer_idx) if layer_idx in compressed else None,
+            num_compressed=len(compressed),
+            visibility=visibility,
+        )
+        self.owner, self.kind = owner, kind
+        self.is_sliding = not visibility.is_full
+        self.core = CacheLayer(spec, owner.needs, owner.query_window)
+        self._pending = False
+        self._extras: dict[str, Any] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: rows are allocated as they come."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Tie the new keys to this layer; they are appended when the model attends with them."""
+        del args, kwargs
+        self.require_attended()
+        if key_states.dtype not in _DTYPES:
+            raise UnsupportedError(f"cache dtype must be float32, float16 or bfloat16, got {key_states.dtype}; load the model in one of them")
+        self._pending = True
+        return tag(key_states, self), value_states
+
+    def require_attended(self) -> None:
+        """Refuse a model that took keys from the cache and attended without them.
+
+        Raises:
+            UnsupportedError: If the last update never reached our attention function.
+        """
+        if self._pending:
+            raise UnsupportedError(
+                f"layer {self.core.spec.layer_idx} of the model does not hand its cached keys to the attention registry; "
+                "kvfold cannot serve this model"
+            )
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float | None,
+        softcap: float | None, sinks: Tensor | None,
+    ) -> Tensor:
+        """Append the pending keys and values and attend; called by the registered attention function."""
+        call = AttentionCall(
+            scale=query.shape[-1] ** -0.5 if scale is None else scale, visibility=self.core.spec.visibility, softcap=softcap,
+            sinks=sinks, **self._extras_of(module),
+        )  # fmt: skip
+        valid = None if valid is None else valid.to(query.device)
+        if query.shape[1] % key.shape[1]:
+            raise ShapeError(f"query heads must be a multiple of KV heads, got {query.shape[1]} and {key.shape[1]}")
+        if not self._pending:
+            # another layer reads the rows of this step: layers that share are never evicted, so it sees them all
+            return self.core.read(query, call, valid)
+        self._pending = False
+        prompt, ends = self.owner.prompt_part(self.core.columns, query.shape[2])
+        return self.core.forward(
+            query, key, value, call, self.owner.policy, valid=valid, prompt=prompt, prompt_ends=ends, replay=self.owner.replay
+        )
+
+    def _extras_of(self, module: nn.Module) -> dict[str, Any]:
+        """Supply what the method asks of the model itself; looked up once."""
+        if self._extras is None:
+            needs, extras = self.core.needs, {}
+            if Need.ROPE in needs or Need.QUERY_MOMENTS in needs:
+                extras["rope"] = rotary_of(self.owner.model, module, self.kind)
+            if Need.OUTPUT_WEIGHT in needs:
+                extras["output_weight"] = output_weight(module)
+            self._extras = extras
+        return self._extras
+
+    def get_seq_length(self) -> int:
+        """Return the tokens fed so far, padding included."""
+        return self.core.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the columns that a padding mask covers after this step; marked as ours for the mask function."""
+        self.require_attended()
+        return CacheLength(self.core.columns + query_length), 0
+
+    def get_max_length(self) -> int:
+        """Return -1: the layer grows as needed."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.core = CacheLayer(self.core.spec, self.core.needs, self.core.query_window)
+        self._pending = False
+
+    def offload(self) -> None:
+        """Refuse: rows cannot leave their device between steps."""
+        raise UnsupportedError("offloading is not available for compressed caches; use a dense cache of transformers")
+
+    def prefetch(self) -> None:
+        """Refuse, as :meth:`offload` does."""
+        self.offload()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder batch rows for beam search."""
+        if self.core.lanes:
+            self.core.select(beam_idx.tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens: ``-n`` removes n; a positive number is the length that stays (before 5.18)."""
+        count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.core.columns - tokens_to_remove)
+        if count:
+            self.core.crop(count)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row in place."""
+        if self.core.lanes:
+            self.core.select([row for row in range(self.core.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given batch rows."""
+        if self.core.lanes:
+            rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+            self.core.select(rows.tolist())

@@ -1,0 +1,135 @@
+"""Feeding a prompt in chunks, and reading it again for methods that score by replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.cache.layer import Replay
+from kvfold.core.errors import CacheStateError, ConfigError, ShapeError, UnsupportedError, must_be
+from kvfold.core.types import Need
+from kvfold.hf.compat import cache_kwarg
+
+if TYPE_CHECKING:
+    from kvfold.hf.cache import Cache
+
+REPLAY_CHUNK = 2048
+"""Context tokens that are read again in one call."""
+REPLAY_OVERLAP = 8
+"""Tokens before a chunk that are read again with it, so that the model knows where it is."""
+REPLAY_SINKS = 4
+"""First rows that share the softmax of every replayed chunk."""
+
+
+def check_prompt(cache: Cache, columns: int) -> None:
+    """Refuse an empty prompt, or one that does not fit the model's context.
+
+    Raises:
+        ConfigError: In both cases.
+    """
+    if columns < 1:
+        raise ConfigError(must_be("input_ids", "a prompt of at least one token", columns, "give some text"))
+    limit, total = cache.facts.max_tokens, cache.get_seq_length() + columns
+    if limit is not None and total > limit:
+        raise ConfigError(
+            must_be("prompt", f"at most {limit} tokens, the model's context", total, "shorten it or take a model with a longer context")
+        )
+
+
+@torch.no_grad()
+def prefill(
+    cache: Cache, input_ids: Tensor, attention_mask: Tensor | None, chunk_size: int | None,
+    progress: Callable[[int, int], None] | None, replay_prompt: Tensor | None,
+) -> None:
+    """Feed a prompt; see :meth:`kvfold.Cache.prefill`."""
+    if input_ids.ndim != 2:
+        raise ShapeError(must_be("input_ids", "[batch, tokens]", list(input_ids.shape), "add a batch axis with input_ids[None]"))
+    past, total = cache.get_seq_length(), input_ids.shape[1]
+    check_prompt(cache, total)
+    if chunk_size is not None and chunk_size < 1:
+        raise ConfigError(must_be("chunk_size", "at least 1", chunk_size, "leave it out for one call"))
+    if attention_mask is not None and attention_mask.shape[1] != past + total:
+        raise ShapeError(must_be("attention_mask", f"[batch, {past + total}]", list(attention_mask.shape), "cover all tokens fed so far and now"))
+    replays = Need.REPLAY in cache.needs
+    if replays:
+        if past:
+            raise UnsupportedError(f"{cache.policy} reads its whole context again, so it takes one prompt; use a new cache for it")
+        remembered = input_ids if attention_mask is None else input_ids.masked_fill(attention_mask == 0, -1)
+        cache.context_ids = remembered.to("cpu", torch.int32)
+        cache.replay_prompt = replay_prompt
+    device = cache.model.get_input_embeddings().weight.device
+    step = chunk_size or total
+    with cache.prompt(total), cache.hold() if Need.REPLAY in cache.policy.needs else nullcontext():
+        for start in range(0, total, step):
+            stop = min(total, start + step)
+            seen = None if attention_mask is None else attention_mask[:, : past + stop].to(device)
+            forward(cache, input_ids[:, start:stop].to(device), seen)
+            if progress is not None:
+                progress(stop, total)
+    if Need.REPLAY in cache.policy.needs:
+        cache.compress()
+
+
+def forward(cache: Cache, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
+    """Call the model for the sake of its cache: logits of the last token alone are computed."""
+    inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": True, cache_kwarg(): cache, "logits_to_keep": 1}
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
+        positions = attention_mask.long().cumsum(-1) - 1
+        inputs["position_ids"] = positions.clamp_min(0)[:, -input_ids.shape[1] :]
+    cache.model(**inputs)
+
+
+@torch.no_grad()
+def replay_context(cache: Cache) -> None:
+    """Let the model read each sequence's context again, in chunks, and record the attention that its rows receive.
+
+    Raises:
+        CacheStateError: If the cache does not know its context's tokens.
+    """
+    ids = cache.context_ids
+    seen = cache.seen_tokens
+    if ids is None or [int(n) for n in (ids >= 0).sum(1)] != list(seen):
+        raise CacheStateError(
+            f"{cache.policy.method} reads the context again, but this cache does not know its tokens; fill it with "
+            "cache.prefill(), or generate inside kvfold.attach()"
+        )
+    for row in range(ids.shape[0]):
+        _replay_row(cache, row, ids[row][ids[row] >= 0].long())
+
+
+def _replay_row(cache: Cache, row: int, context: Tensor) -> None:
+    """Replay one sequence on a copy of its rows, which are only read, and take the recorded attention over."""
+    alone = cache.fork()
+    for view in alone.views:
+        view.core.select([row])
+    device = cache.model.get_input_embeddings().weight.device
+    for start in range(0, context.shape[0], REPLAY_CHUNK):
+        stop = min(context.shape[0], start + REPLAY_CHUNK)
+        alone.replay = Replay(min(REPLAY_SINKS, start), start, stop)
+        lead = [] if cache.replay_prompt is None else [cache.replay_prompt.flatten().cpu().long()]
+        again = torch.cat([*lead, context[max(0, start - REPLAY_OVERLAP) : stop]])
+        forward(alone, again[None].to(device))
+    for view, source in zip(cache.views, alone.views, strict=True):
+        found = source.core.lanes[0].replay_mass
+        lane, index = view.core.row(row)
+        if found is None:
+            continue
+        if lane.replay_mass is None:
+            lane.replay_mass = found.new_zeros(lane.store.batch, *found.shape[1:])
+        lane.replay_mass[index] = found[0]
+
+
+def layer_devices(model: PreTrainedModel, count: int) -> list[torch.device]:
+    """Return the device on which each layer's attention runs."""
+    stack = next(
+        (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count and hasattr(m[0], "self_attn")), None
+    )
+    if stack is None:
+        return [model.device] * count
+    return [next(layer.parameters()).device for layer in stack]
