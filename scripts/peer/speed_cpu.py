@@ -4,15 +4,17 @@
     python speed_cpu.py --side kvfold  --model model.gguf --json out.json      (environment with kvfold)
     python speed_cpu.py --both PEER_PYTHON KVFOLD_PYTHON --model model.gguf --json out.json
 
-Both sides do the same: KeyDiff, the newest tokens of a real text, a prefill of the model's body without its head,
-one compression, then a plain greedy loop of one forward per token. ``--both`` runs the sides in turns, one process
-per round and side, so that both see the same machine, and prints ratios of medians. Only the timings of a
-side's own environment differ: its transformers version is part of the result.
+Both sides do the same: KeyDiff, the first tokens of a real text, a prefill of the model's body without its
+head, one compression, then a plain greedy loop of one forward per token. ``--both`` keeps one process per
+side and lets them measure in turns, so that both see the same machine; it prints ratios of medians.
+Each side runs on the transformers version of its own environment, which the figures name.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,9 @@ FIGURES = ("prefill_s", "decode_tokens_per_s")
 
 def build_prompt(tokenizer: Any, tokens: int) -> Any:
     """Return ``[1, tokens]`` ids of the standard library's own documentation topics."""
-    import torch
     from pydoc_data.topics import topics
+
+    import torch
 
     text = re.sub(r"[ \t]+", " ", "\n\n".join(topics[name] for name in sorted(topics)))
     ids = tokenizer(text[: tokens * 12], return_tensors="pt", add_special_tokens=False).input_ids
@@ -48,7 +51,9 @@ def load(path: Path, dtype: str) -> tuple[Any, Any]:
     """Load model and tokenizer from one GGUF file."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
     return model.eval(), AutoTokenizer.from_pretrained(**where)
@@ -111,8 +116,11 @@ def decode(model: Any, cache: Any, last: Any, position: int, tokens: int) -> lis
     return out
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run one side: one short warm-up, then ``--rounds`` measurements."""
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure one side: a short warm-up, then ``--rounds`` rounds; yield the figures after each round.
+
+    With ``--paced`` a round starts when a line arrives on standard input.
+    """
     import torch
 
     torch.set_num_threads(args.threads)
@@ -122,92 +130,106 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load(args.model, args.dtype)
     ids = build_prompt(tokenizer, args.tokens)
     context, last = ids[:, :-1], ids[:, -1:]
-    samples: dict[str, list[float]] = {name: [] for name in FIGURES}
-    with torch.no_grad():
-        decode(model, prefill(model, context[:, :256], args.keep), last, 256, 4)
-        for _ in range(args.rounds):
-            start = time.perf_counter()
-            cache = prefill(model, context, args.keep)
-            samples["prefill_s"].append(time.perf_counter() - start)
-            held = rows_held(cache)
-            decode(model, cache, last, context.shape[1], 1)
-            start = time.perf_counter()
-            decode(model, cache, last, context.shape[1] + 1, args.new_tokens)
-            samples["decode_tokens_per_s"].append(args.new_tokens / (time.perf_counter() - start))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
+    result: dict[str, Any] = {
         "side": args.side,
         "dtype": args.dtype,
         "threads": torch.get_num_threads(),
         "tokens": int(context.shape[1]),
         "keep": args.keep,
-        "tokens_held": held,
         "new_tokens": args.new_tokens,
-        "attention": model.config._attn_implementation,
+        "prompt": hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16],
         "versions": {name: version(name) for name in ("transformers", "torch")},
-        "peak_rss_mib": peak / 1024,
-        "samples": samples,
-        "medians": {name: statistics.median(values) for name, values in samples.items()},
+        "samples": {name: [] for name in FIGURES},
     }
+    samples = result["samples"]
+    with torch.no_grad():
+        decode(model, prefill(model, context[:, :256], args.keep), last, 256, 4)
+        for _ in range(args.rounds):
+            if args.paced and not sys.stdin.readline():
+                return
+            start = time.perf_counter()
+            cache = prefill(model, context, args.keep)
+            samples["prefill_s"].append(time.perf_counter() - start)
+            result["tokens_held"] = rows_held(cache)
+            first = decode(model, cache, last, context.shape[1], 1)
+            start = time.perf_counter()
+            out = decode(model, cache, torch.tensor([first]), context.shape[1] + 1, args.new_tokens)
+            samples["decode_tokens_per_s"].append(args.new_tokens / (time.perf_counter() - start))
+            result["output"] = hashlib.sha256(repr(first + out).encode()).hexdigest()[:16]
+            result["medians"] = {name: statistics.median(values) for name, values in samples.items()}
+            result["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            yield result
 
 
-def show(result: dict[str, Any]) -> str:
-    """Return a result as one line."""
-    medians = result["medians"]
+def show(result: dict[str, Any], sample: int | None = None) -> str:
+    """Return the medians, or one sample, as one line."""
+    one = {name: values[sample] for name, values in result["samples"].items()} if sample is not None else None
+    figures = one or result["medians"]
     return (
         f"{result['side']:8} {result['dtype']:9} {result['tokens']} tokens, {result['tokens_held']} held, "
-        f"{result['threads']} threads: prefill + compress {medians['prefill_s']:.2f} s, "
-        f"decode {medians['decode_tokens_per_s']:.2f} tokens/s"
+        f"{result['threads']} threads: prefill + compress {figures['prefill_s']:.2f} s, "
+        f"decode {figures['decode_tokens_per_s']:.2f} tokens/s"
     )
 
 
-def run_elsewhere(python: str, side: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one round of one side in a process of its own environment."""
-    command = [
-        python,
-        __file__,
-        "--side",
-        side,
-        "--model",
-        str(args.model),
-        "--dtype",
-        dtype,
-        "--rounds",
-        "1",
-    ]
-    for name in ("tokens", "new_tokens", "keep", "threads"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    run = subprocess.run([*command, "--json", "-"], capture_output=True, text=True, check=False)
-    if run.returncode:
-        last = (run.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"{side} with {python} failed: {last}")
-    return json.loads(run.stdout.strip().splitlines()[-1])
+class Side:
+    """One side, measured in a process of its own environment, one round when asked."""
+
+    def __init__(self, python: str, side: str, dtype: str, args: argparse.Namespace) -> None:
+        """Start the process; it loads the model at once."""
+        self.name = side
+        command = [python, __file__, "--side", side, "--dtype", dtype, "--model", str(args.model)]
+        for name in ("tokens", "new_tokens", "keep", "rounds", "threads"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([*command, "--paced"], stdin=pipe, stdout=pipe, text=True)
+
+    def round(self) -> dict[str, Any]:
+        """Measure one round and return the figures so far."""
+        if self.process.stdin is None or self.process.stdout is None:
+            raise RuntimeError(f"{self.name} has no pipes")
+        with contextlib.suppress(BrokenPipeError):  # it ended; what it said stands above
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError(f"{self.name} ended without a result; its message stands above")
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process.stdin:
+            self.process.stdin.close()
+        self.process.wait()
 
 
 def both(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the sides in turns and print medians and ratios per dtype."""
-    pythons = dict(zip(("kvpress", "kvfold"), args.both, strict=True))
     results = []
     for dtype in args.dtype.split(","):
-        merged: dict[str, dict[str, Any]] = {}
-        for turn in range(args.rounds):
-            for side in sorted(pythons, reverse=bool(turn % 2)):  # who goes first changes every round
-                one = run_elsewhere(pythons[side], side, dtype, args)
-                print(f"round {turn + 1}: {show(one)}", file=sys.stderr, flush=True)
-                kept = merged.setdefault(side, one)
-                if kept is not one:
-                    for name in FIGURES:
-                        kept["samples"][name] += one["samples"][name]
-        for result in merged.values():
-            result["medians"] = {name: statistics.median(v) for name, v in result["samples"].items()}
+        sides = []
+        seen: dict[str, dict[str, Any]] = {}
+        try:
+            for python, name in zip(args.both, ("kvpress", "kvfold"), strict=True):
+                sides.append(Side(python, name, dtype, args))
+            for turn in range(args.rounds):
+                for side in sides if turn % 2 == 0 else sides[::-1]:  # who goes first changes every round
+                    seen[side.name] = side.round()
+                    print(f"round {turn + 1}: {show(seen[side.name], -1)}", file=sys.stderr, flush=True)
+        finally:
+            for side in sides:
+                side.close()
+        if len({result["prompt"] for result in seen.values()}) > 1:
+            raise RuntimeError("the two environments tokenise the text differently; use the same tokenizers")
+        for result in seen.values():
             print(show(result))
-        ours, peer = merged["kvfold"]["medians"], merged["kvpress"]["medians"]
+        ours, peer = seen["kvfold"]["medians"], seen["kvpress"]["medians"]
         ratios = {name: ours[name] / peer[name] for name in FIGURES}
         print(
             f"{dtype}: kvfold / kvpress: prefill + compress {ratios['prefill_s']:.3f} (lower is better), "
             f"decode {ratios['decode_tokens_per_s']:.3f} (higher is better)"
         )
-        results.append({"dtype": dtype, "ratios": ratios, "sides": merged})
+        results.append({"dtype": dtype, "ratios": ratios, "sides": seen})
     return results
 
 
@@ -231,9 +253,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, help="torch threads (default: all)"
     )
-    parser.add_argument(
-        "--json", help="write the figures to this file; - prints them as the last line instead"
-    )
+    parser.add_argument("--paced", action="store_true", help="one round per line on stdin (used by --both)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args(argv)
     if not args.model.is_file():
         parser.error(f"--model must be a GGUF file, got {args.model}")
@@ -243,23 +264,23 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--dtype must be float32 or bfloat16, got {', '.join(sorted(unknown))}")
     if args.side and "," in args.dtype:
         parser.error("--dtype takes one value with --side")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     try:
-        result: Any = both(args) if args.both else measure(args)
+        result: Any = both(args) if args.both else None
+        for result in measure(args) if args.side else ():
+            print(json.dumps(result) if args.paced else show(result, -1), flush=True)
+        if args.side and not args.paced:
+            print(f"median: {show(result)}")
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except ImportError as error:
         print(f"error: {error}; use the environment that README.md names for this side", file=sys.stderr)
         return 2
     except (RuntimeError, ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())[:200]}", file=sys.stderr)
         return 2
-    if args.side and args.json != "-":
-        print(show(result))
-    if args.json == "-":
-        print(json.dumps(result))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
