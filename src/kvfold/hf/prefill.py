@@ -68,21 +68,24 @@ def prefill(
         for start in range(0, total, step):
             stop = min(total, start + step)
             seen = None if attention_mask is None else attention_mask[:, : past + stop].to(device)
-            forward(cache, input_ids[:, start:stop].to(device), seen)
+            forward(cache, input_ids[:, start:stop].to(device), **_masked(seen, stop - start))
             if progress is not None:
                 progress(stop, total)
     if Need.REPLAY in cache.policy.needs:
         cache.compress()
 
 
-def forward(cache: Cache, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
+def forward(cache: Cache, input_ids: Tensor, **inputs: Any) -> None:
     """Call the model for the sake of its cache: logits of the last token alone are computed."""
-    inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": True, cache_kwarg(): cache, "logits_to_keep": 1}
-    if attention_mask is not None:
-        inputs["attention_mask"] = attention_mask
-        positions = attention_mask.long().cumsum(-1) - 1
-        inputs["position_ids"] = positions.clamp_min(0)[:, -input_ids.shape[1] :]
-    cache.model(**inputs)
+    cache.model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{cache_kwarg(): cache}, **inputs)
+
+
+def _masked(attention_mask: Tensor | None, count: int) -> dict[str, Tensor]:
+    """Arguments of a forward call whose last ``count`` columns are new: the mask, and positions that skip padding."""
+    if attention_mask is None:
+        return {}
+    positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+    return {"attention_mask": attention_mask, "position_ids": positions[:, -count:]}
 
 
 @torch.no_grad()
@@ -114,7 +117,9 @@ def _replay_row(cache: Cache, row: int, context: Tensor) -> None:
         alone.replay = Replay(min(REPLAY_SINKS, start), start, stop)
         lead = [] if cache.replay_prompt is None else [cache.replay_prompt.flatten().cpu().long()]
         again = torch.cat([*lead, context[max(0, start - REPLAY_OVERLAP) : stop]])
-        forward(alone, again[None].to(device))
+        # columns of a padded batch count padding too, so the positions are given
+        positions = context.shape[0] + torch.arange(again.shape[0])
+        forward(alone, again[None].to(device), position_ids=positions[None].to(device))
     for view, source in zip(cache.views, alone.views, strict=True):
         found = source.core.lanes[0].replay_mass
         lane, index = view.core.row(row)
