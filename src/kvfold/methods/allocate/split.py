@@ -22,8 +22,8 @@ def split(
         high: Most of each part, at least ``low``.
 
     Returns:
-        Whole numbers that sum to ``total``; what rounding leaves goes to the largest fractions, ties to earlier
-        parts.
+        Whole numbers that sum to ``total``; what rounding leaves goes to the largest fractions, and
+        among equal ones to earlier parts.
     """
     total = min(max(total, sum(low)), sum(high))
     tiny = max(weights, default=0.0) * 1e-9 or 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class CriticalKV(Evictor):
         """Check the parameters and make the base method once."""
         if not isinstance(self.base, (str, Call)):
             raise ConfigError(must_be("base", "the name of a method", self.base, "give e.g. base=snapkv"))
-        object.__setattr__(self, "base", str(self.base))
+        object.__setattr__(self, "base", " + ".join(map(str, parse_calls(str(self.base)))))
         _method(str(self.base))
         check_real("epsilon", self.epsilon, 0, math.inf, "leave it out for 0.0001")
         check_real("first_stage", self.first_stage, 0, 1, "leave it out for 0.5")
@@ -112,12 +113,12 @@ def _method(text: str) -> Evictor:
     fix = "take snapkv, expected_attention, h2o or kvzip"
     if loaded is CriticalKV:
         raise ConfigError(must_be("base", "another method", text, fix))
-    try:
-        base: Evictor = loaded(**call.params)
-    except TypeError as error:
-        raise ConfigError(
-            must_be("base", f"a method with parameters of its own ({error})", text, fix)
-        ) from None
+    known = [field.name for field in dataclasses.fields(loaded)]
+    for name in call.params:
+        if name not in known:
+            own = ", ".join(known) or "none of its own"
+            raise ConfigError(f"{call.name} as base has no parameter {name!r}; its parameters: {own}")
+    base: Evictor = loaded(**call.params)
     if not base.per_head or not (base.needs | base.extra_needs) & _ATTENTION:
         raise ConfigError(
             must_be("base", "a method that rates the tokens of each head by attention", text, fix)
