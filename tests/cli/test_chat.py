@@ -42,9 +42,10 @@ def test_dense_chat_says_what_one_long_prompt_would(invoke: Invoke, model_dir: P
     turns, ids, answers = ["Hello there!", "And again."], [], []
     for turn in turns:
         ids += tokenizer(f"<|user|>{turn}<|end|><|assistant|>")["input_ids"]
-        out = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0)[
-            0
-        ].tolist()
+        given = torch.tensor([ids])
+        # Without a mask, generate takes every token 0 for padding.
+        mask = torch.ones_like(given)
+        out = model.generate(given, attention_mask=mask, max_new_tokens=6, pad_token_id=0)[0].tolist()
         answers.append(tokenizer.decode(out[len(ids) :], skip_special_tokens=True))
         ids = out if out[-1] == tokenizer.eos_token_id else [*out, tokenizer.eos_token_id]
     result = invoke("chat", model_dir, *DENSE, stdin="\n".join(turns) + "\n")

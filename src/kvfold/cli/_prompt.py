@@ -64,6 +64,19 @@ def read_text(prompt: str | None, file: Path | None) -> str:
     return text
 
 
+def check_question(question: str | None) -> None:
+    """Refuse a question without words.
+
+    Args:
+        question: As typed; ``None`` is fine.
+
+    Raises:
+        ConfigError: If it holds no text.
+    """
+    if question is not None and not question.strip():
+        raise ConfigError(must_be("--question", "text", question, "ask something, or leave it out"))
+
+
 def use_template(tokenizer: Tokenizer, wanted: bool | None) -> bool:
     """Decide whether the prompt goes through the model's chat template.
 
@@ -107,18 +120,15 @@ def build_prompt(tokenizer: Tokenizer, text: str, question: str | None, *, chat:
     body = text if question is None else f"{text.rstrip()}\n\n{question}"
     if chat:
         turn = [{"role": "user", "content": body}]
-        body = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        body = _render(tokenizer, turn)
     if question is None:
-        ids = tokenizer(body, add_special_tokens=not chat)["input_ids"]
+        ids = _tokenize(tokenizer, body, special=not chat)
         if not ids:
             raise ConfigError("the prompt must hold at least one token, got none; give more text")
         return Prompt(ids[:-1], ids[-1:], query_aware=True)
     split = body.rindex(question)
-    context = tokenizer(body[:split], add_special_tokens=not chat)["input_ids"]
-    tail = tokenizer(body[split:], add_special_tokens=False)["input_ids"]
-    if not tail:
-        raise ConfigError(must_be("--question", "text of at least one token", question, "ask something"))
-    return Prompt(context, tail, query_aware=False)
+    context = _tokenize(tokenizer, body[:split], special=not chat)
+    return Prompt(context, _tokenize(tokenizer, body[split:], special=False), query_aware=False)
 
 
 def first_turn(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -132,9 +142,7 @@ def first_turn(tokenizer: Tokenizer, text: str) -> list[int]:
         The ids, up to where the answer begins.
     """
     turn = [{"role": "user", "content": text}]
-    body = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer(body, add_special_tokens=False)["input_ids"]
-    return ids
+    return _tokenize(tokenizer, _render(tokenizer, turn), special=False)
 
 
 def next_turn(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -155,11 +163,19 @@ def next_turn(tokenizer: Tokenizer, text: str) -> list[int]:
         {"role": "assistant", "content": _REPLY},
         {"role": "user", "content": text},
     ]
-    body = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    _, found, after = body.partition(_REPLY)
+    _, found, after = _render(tokenizer, turns).partition(_REPLY)
     if not found:
         raise UnsupportedError(
             "this model's chat template rewrites earlier answers; a cache cannot grow under it"
         )
-    ids: list[int] = tokenizer(after, add_special_tokens=False)["input_ids"]
+    return _tokenize(tokenizer, after, special=False)
+
+
+def _render(tokenizer: Tokenizer, turns: list[dict[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+
+def _tokenize(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+    """Not verbose: that a text is too long is for check_context to say."""
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids

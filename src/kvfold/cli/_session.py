@@ -90,8 +90,7 @@ class Streamer:
             self.write(text)
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class Session:
@@ -150,8 +149,8 @@ class Session:
             ConfigError: If all of it does not fit into the model's context; the cache is then as before.
         """
         import torch
-        from kvfold.hf.compat import cache_kwarg
 
+        from kvfold.hf.compat import cache_kwarg
         from kvfold.hf.load import check_context
 
         fed = [*self.pending, *context, *question]
@@ -163,7 +162,8 @@ class Session:
         torch.manual_seed(self.settings.seed)
         # Only the new tokens go in; a mask over everything seen tells generate so.
         mask = torch.ones(1, before + len(question), dtype=torch.long, device=self.model.device)
-        self.model.generate(
+        generate: Any = self.model.generate  # torch types the attributes of a module as Tensor | Module
+        generate(
             input_ids=self._tensor(question),
             attention_mask=mask,
             generation_config=self._generation_config(),

@@ -13,21 +13,26 @@ from kvfold.cli import chat, env, generate, methods
 from kvfold.core.errors import KvfoldError
 
 
+def _refuse(message: str) -> int:
+    print(f"kvfold: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
 class OneLineErrors(TyperGroup):
     """A command group that tells a user's mistake in one line on stderr and exits with status 2."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
         """Run the command line; see typer for the arguments."""
+        standalone = extra.pop("standalone_mode", True)
         try:
-            status = super().main(*args, standalone_mode=False, **extra)
-        except (KvfoldError, typer.TyperException) as error:
-            usage = isinstance(error, typer.TyperException)
-            text = f"{error.format_message().rstrip('.')}; see kvfold --help" if usage else str(error)
-            print(f"kvfold: {' '.join(text.split())}", file=sys.stderr)
-            status = 2
+            status = super().main(*args, **{**extra, "standalone_mode": False})
+        except KvfoldError as error:
+            status = _refuse(str(error))
+        except typer.TyperException as error:
+            status = _refuse(f"{error.format_message().rstrip('.')}; see kvfold --help")
         except typer.Abort:
             status = 130
-        if standalone_mode:
+        if standalone:
             sys.exit(status or 0)
         return status
 

@@ -54,11 +54,12 @@ def command(
       kvfold generate model.gguf --prompt "Once upon a time" --raw --max-new-tokens 100 --json
     """
     import kvfold
-    from kvfold.cli._prompt import build_prompt, read_text, use_template
+    from kvfold.cli._prompt import build_prompt, check_question, read_text, use_template
     from kvfold.cli._session import Session, Settings
     from kvfold.hf.load import check_context, load_model
 
     chosen = kvfold.policy(policy)
+    check_question(question)
     text = read_text(prompt, file)
     note(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
@@ -76,7 +77,7 @@ def command(
     if compare_dense:
         runs.append(_run(Session(loaded, tokenizer, kvfold.policy("dense"), settings), ids, quiet=True))
     if json:
-        document = {
+        document: dict[str, Any] = {
             "model": model,
             "device": str(loaded.device),
             "dtype": str(loaded.dtype).removeprefix("torch."),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from kvfold.core.errors import ConfigError, DataError, UnsupportedError, must_be
 
@@ -109,24 +113,25 @@ def load_model(
     source = find_model(spec)
     options = {**source.kwargs, "local_files_only": not (source.is_hub and allow_download)}
     try:
-        config = AutoConfig.from_pretrained(source.name, **options)
-        if getattr(config, "is_encoder_decoder", False):
-            kind = config.model_type
-            raise UnsupportedError(
-                f"MODEL must be a decoder-only language model, got {kind!r}, an encoder-decoder"
+        with _bars_for_people_only():
+            config = AutoConfig.from_pretrained(source.name, **options)
+            if getattr(config, "is_encoder_decoder", False):
+                kind = config.model_type
+                raise UnsupportedError(
+                    f"MODEL must be a decoder-only language model, got {kind!r}, an encoder-decoder"
+                )
+            # Handing the config over spares a second reading of it, which takes seconds for a GGUF file.
+            model: Model = AutoModelForCausalLM.from_pretrained(
+                source.name, config=config, dtype=_dtype(dtype, source, config, place), **options
             )
-        # Handing the config over spares a second reading of it, which takes seconds for a GGUF file.
-        model = AutoModelForCausalLM.from_pretrained(
-            source.name, config=config, dtype=_dtype(dtype, source, config, place), **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source.name, **options)
+            tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source.name, **options)
     except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, UnsupportedError):
-            raise
         raise _explain(spec, source, allow_download, error) from error
     if tokenizer.model_max_length > _UNSET_LENGTH:
         tokenizer.model_max_length = context_length(model)
-    return model.to(place).eval(), tokenizer
+    # Through nn.Module, whose types are known; transformers wraps the method and loses them.
+    torch.nn.Module.to(model, place)
+    return model.eval(), tokenizer
 
 
 def context_length(model: Model) -> int:
@@ -176,6 +181,19 @@ def stop_ids(model: Model, tokenizer: Tokenizer) -> frozenset[int]:
     named = getattr(model.generation_config, "eos_token_id", None)
     several = named if isinstance(named, (list, tuple)) else [named]
     return frozenset(int(i) for i in [*several, tokenizer.eos_token_id] if i is not None)
+
+
+@contextmanager
+def _bars_for_people_only() -> Iterator[None]:
+    """Keep the progress bars of transformers out of pipes and logs."""
+    shown = logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _device(name: str) -> torch.device:
