@@ -72,9 +72,6 @@ def test_manifoldkv_turns_back_the_rotated_channels_alone() -> None:
     check("manifoldkv_pre", context(15, rotary_pairs=3))
 
 
-@pytest.mark.xfail(
-    reason="core: Rotary.mean_rotation does not broadcast the unrotated channels", strict=False
-)
 def test_expected_attention_turns_the_rotated_channels_alone() -> None:
     check("expected_attention", context(15, rotary_pairs=3))
 

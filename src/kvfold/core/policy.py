@@ -166,7 +166,7 @@ def _build(call: Call) -> Policy:
     if budget.kind == "tokens" and budget.amount < sinks + recent:
         fix = "raise it, or lower sink_tokens and recent_tokens"
         raise ConfigError(must_be("keep", f"at least sink_tokens + recent_tokens = {sinks + recent}", str(budget), fix))
-    if Need.REPLAY in evictor.needs and (chunk or every):
+    if Need.REPLAY in evictor.needs | evictor.extra_needs and (chunk or every):
         raise ConfigError(f"{call.name} reads the whole context again when the prompt ends; chunk and every must be left out")
     return Policy(
         method=call.name,

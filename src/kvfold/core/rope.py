@@ -59,7 +59,8 @@ class Rotary:
             first, second = head.chunk(2, dim=-1)
         turned = (first * cos - second * sin, second * cos + first * sin)
         joined = torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
-        return torch.cat((joined, rest), dim=-1) if rest.shape[-1] else joined
+        # rows may be broadcast over positions, the channels that pass through with them
+        return torch.cat((joined, rest.expand(*joined.shape[:-1], -1)), dim=-1) if rest.shape[-1] else joined
 
     def mean_rotation(self, positions: Tensor, head_dim: int) -> Tensor:
         """Average rotation matrix over ``positions``: ``mean_p R_p``, ``[head_dim, head_dim]`` in float32.

@@ -21,7 +21,7 @@ from kvfold.core.policy import policy as build_policy
 from kvfold.core.types import Need
 from kvfold.hf import prefill as feeding
 from kvfold.hf.attention import is_prepared, prepare
-from kvfold.hf.compat import versions
+from kvfold.hf.compat import placeholder_layer, versions
 from kvfold.hf.layer import LayerView
 from kvfold.hf.models import fingerprint, read_model
 from kvfold.hf.stats import CacheStats, gather_stats
@@ -72,9 +72,11 @@ class Cache(transformers.Cache):
         self._held = False
         self._speculative = False
         kinds = getattr(self.facts.config, "layer_types", None) or [None] * len(self.facts.layers)
+        # layers without rows of their own stand at the end, or have a placeholder
+        last = max(index for index, seen in enumerate(self.facts.layers) if seen is not None)
         views = [
-            LayerView(self, index, seen, kind) if seen is not None else transformers.cache_utils.DummyLayer()
-            for index, (seen, kind) in enumerate(zip(self.facts.layers, kinds, strict=True))
+            LayerView(self, index, seen, kinds[index]) if seen is not None else placeholder_layer()
+            for index, seen in enumerate(self.facts.layers[: last + 1])
         ]
         super().__init__(layers=views)
         prepare(model)
