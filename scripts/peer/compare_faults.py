@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tiny import ROWS, Outcome, one_line
+from rows import ROWS, Outcome, one_line
 
 VERDICT = {True: "right", False: "WRONG", None: "not run"}
 

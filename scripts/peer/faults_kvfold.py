@@ -9,7 +9,8 @@ from typing import Any
 
 import tiny
 import torch
-from tiny import LENGTH, PADS, Outcome, gap, greedy, one_line
+from rows import Outcome, one_line
+from tiny import LENGTH, PADS, gap, greedy
 from torch import Tensor
 from transformers import StaticCache
 
@@ -104,11 +105,11 @@ def r5() -> Outcome:
 
 
 def r6() -> Outcome:
-    """Bytes that AdaKV frees, at 4096 tokens."""
+    """Bytes that AdaKV frees, at 4096 tokens; positions and page slack count, up to 2 %."""
     cache = prefill(tiny.llama(), half(allocator="ada"), tiny.prompt(4096))
     share = cache.nbytes / cache.dense_nbytes
     rows = cache.stored_tokens(0)[0].tolist()
-    return Outcome(f"{share:.1%} held, rows by head {rows}", share <= 0.51, {"share": share, "rows": rows})
+    return Outcome(f"{share:.1%} held, rows by head {rows}", share <= 0.52, {"share": share, "rows": rows})
 
 
 def r7() -> Outcome:
@@ -152,8 +153,9 @@ def r10() -> Outcome:
     """Assisted decoding."""
     model, ids, policy = tiny.llama(), tiny.prompt(), half()
     caches = kvfold.Cache(model, policy), kvfold.Cache(model, policy)
-    plain = greedy(model, ids, 12, past_key_values=caches[0])
-    assisted = greedy(model, ids, 12, past_key_values=caches[1], assistant_model=tiny.assistant())
+    with kvfold.attach(model, policy):
+        plain = greedy(model, ids, 12, past_key_values=caches[0])
+        assisted = greedy(model, ids, 12, past_key_values=caches[1], assistant_model=tiny.assistant())
     same = torch.equal(plain, assisted)
     held = [int(cache.stored_tokens(0).max()) for cache in caches]
     text = "equal" if same else "differs"
@@ -166,17 +168,16 @@ def r11() -> Outcome:
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 16)
     seen = {}
     want = greedy(model, tiny.prompt(), 4)
-    for name, kwargs in {
-        "brought": {"past_key_values": cache},
-        "by name": {"cache_implementation": "static"},
-    }.items():
+    asked = {"brought": {"past_key_values": cache}, "by name": {"cache_implementation": "static"}}
+    for name, kwargs in asked.items():
         try:
             with kvfold.attach(model, half()):
                 tokens = greedy(model, tiny.prompt(), 4, **kwargs)
-            seen[name] = "dense, as asked" if torch.equal(tokens, want) else "runs"
+            seen[name] = "used as it is, dense" if torch.equal(tokens, want) else "WRONG tokens"
         except KvfoldError as error:
             seen[name] = f"refused ({one_line(error)})"
-    return Outcome("; ".join(f"{name}: {what}" for name, what in seen.items()), True, seen)
+    shown = "; ".join(f"{name}: {what}" for name, what in seen.items())
+    return Outcome(shown, "WRONG tokens" not in seen.values(), seen)
 
 
 def r12() -> Outcome:
@@ -211,7 +212,7 @@ def r13() -> Outcome:
 
 def r14() -> Outcome:
     """SnapKV on a prompt shorter than its window."""
-    held = int(prefill(tiny.llama(), half("snapkv", window=64), tiny.prompt(40)).stored_tokens(0).max())
+    held = int(prefill(tiny.llama(), half("snapkv", obs_window=64), tiny.prompt(40)).stored_tokens(0).max())
     return Outcome(f"{held} of 40 held", held == 40, {"held": held})
 
 
@@ -225,7 +226,9 @@ def r15() -> Outcome:
 
 def r16() -> Outcome:
     """Whether layer 0's selection (whose keys q_norm cannot touch) reacts to q_norm."""
-    caches = [prefill(tiny.qwen3_moe(gain), half("snapkv", window=8), tiny.prompt()) for gain in (1.0, 8.0)]
+    caches = [
+        prefill(tiny.qwen3_moe(gain), half("snapkv", obs_window=8), tiny.prompt()) for gain in (1.0, 8.0)
+    ]
     pairs = zip(heads(caches[0], 0, 0), heads(caches[1], 0, 0), strict=True)
     moved = sum(len(set(a.tolist()) - set(b.tolist())) for a, b in pairs)
     return Outcome(f"{'yes' if moved else 'no'}: {moved} kept rows change", moved > 0, {"moved": moved})
@@ -254,8 +257,9 @@ def r18() -> Outcome:
     size = tokens.dense_nbytes // 2
     sized = prefill(model, half(keep=kvfold.Budget.nbytes(size)), tiny.prompt())
     held = int(tokens.stored_tokens(0).max()), int(sized.stored_tokens(0).max())
-    shown = f"yes: keep=50 holds {held[0]}; {size} bytes hold {held[1]} tokens"
-    return Outcome(shown, held == (50, LENGTH // 2), {"held": held})
+    right = held[0] == 50 and 0 < sized.nbytes <= size
+    shown = f"yes: keep=50 holds {held[0]} tokens; keep='{size} B' holds {held[1]} in {sized.nbytes} bytes"
+    return Outcome(shown, right, {"held": held, "nbytes": sized.nbytes})
 
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {f"R{n}": globals()[f"r{n}"] for n in range(1, 19)}

