@@ -32,6 +32,11 @@ def test_float16_weights_become_float32_on_a_cpu(model_dir: Path, tmp_path: Path
     assert load_model(str(tmp_path), device="cpu")[0].dtype == torch.float32
 
 
+def test_loading_into_a_pipe_is_silent(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_model(str(model_dir))
+    assert capsys.readouterr() == ("", "")
+
+
 def test_what_a_model_argument_names(tmp_path: Path) -> None:
     one = tmp_path / "one"
     one.mkdir()

@@ -34,7 +34,7 @@ def print_json(document: Any) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[OnProgress]:
-    """Offer a bar on stderr that appears with the first report and vanishes with the last.
+    """Offer a bar that appears with the first report and vanishes with the last, on a terminal alone.
 
     Args:
         title: What is being done.
@@ -45,7 +45,8 @@ def progress_bar(title: str) -> Iterator[OnProgress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=stderr(), transient=True)
+    console = stderr()
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(title, total=None)
 
     def report(done: int, total: int) -> None:

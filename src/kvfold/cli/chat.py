@@ -137,11 +137,12 @@ def _obey(session: Session, text: str) -> None:
 
 
 def _stats(session: Session) -> None:
-    held, dense = session.cache.nbytes, session.cache.dense_nbytes
-    saved = f" ({1 - held / dense:.1%} saved)" if dense else ""
-    print(f"policy       {session.policy}")
-    print(f"seen tokens  {session.seen_tokens}")
-    print(f"KV bytes     {size(held)} of {size(dense)}{saved}", flush=True)
+    stats = session.cache.stats()
+    saved = f" ({stats.compression_ratio:.1%} saved)" if stats.dense_nbytes else ""
+    print(f"policy         {stats.policy}")
+    print(f"seen tokens    {session.seen_tokens}")
+    print(f"stored tokens  {stats.stored_min} to {stats.stored_max} per head")
+    print(f"KV bytes       {size(stats.nbytes)} of {size(stats.dense_nbytes)}{saved}", flush=True)
 
 
 def _save(session: Session, path: str) -> None:

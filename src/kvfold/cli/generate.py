@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,34 +102,29 @@ def _run(session: Session, ids: Prompt, *, quiet: bool) -> dict[str, Any]:
 
 
 def _record(session: Session, answer: Answer) -> dict[str, Any]:
-    held, dense = session.cache.nbytes, session.cache.dense_nbytes
-    return {
-        "policy": str(session.policy),
-        **asdict(answer),
-        "nbytes": held,
-        "dense_nbytes": dense,
-        "compression_ratio": 1 - held / dense,
-    }
+    return {**session.cache.stats().as_dict(), **asdict(answer)}
 
 
 def _show(runs: list[dict[str, Any]], query_aware: bool) -> None:
     from rich.table import Table
 
-    table = Table(
-        title=f"question {'seen' if query_aware else 'not seen'} by the policy", title_justify="left"
-    )
-    for heading in ("policy", "KV held", "KV dense", "saved", "ttft", "tpot", "tokens in", "tokens out"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    table = Table("policy", title=f"question {'seen' if query_aware else 'not seen'} by the policy")
     for run in runs:
-        table.add_row(
-            run["policy"],
-            size(run["nbytes"]),
-            size(run["dense_nbytes"]),
-            f"{run['compression_ratio']:.1%}",
-            seconds(run["ttft"]),
-            seconds(run["tpot"]),
-            str(run["fed_tokens"]),
-            str(run["new_tokens"]),
+        table.add_column(run["policy"], justify="right", overflow="fold")
+    rows: dict[str, Callable[[dict[str, Any]], str]] = {
+        "KV held": lambda run: size(run["nbytes"]),
+        "KV of a dense cache": lambda run: size(run["dense_nbytes"]),
+        "saved": lambda run: f"{run['compression_ratio']:.1%}",
+        "time to first token": lambda run: seconds(run["ttft"]),
+        "time per token": lambda run: seconds(run["tpot"]),
+        "tokens in, out": lambda run: f"{run['fed_tokens']}, {run['new_tokens']}",
+    }
+    for name, show in rows.items():
+        table.add_row(name, *map(show, runs))
+    passed = runs[0]["passed_layers"]
+    if passed and runs[0]["compressed_layers"]:
+        table.caption = (
+            f"layers {', '.join(map(str, passed))} are kept as they are: the policy cannot act on them"
         )
     stderr().print(table)
     for run in runs[1:]:

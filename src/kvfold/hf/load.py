@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
 from kvfold.core.errors import ConfigError, DataError, UnsupportedError, must_be
 
@@ -185,15 +185,19 @@ def stop_ids(model: Model, tokenizer: Tokenizer) -> frozenset[int]:
 
 @contextmanager
 def _bars_for_people_only() -> Iterator[None]:
-    """Keep the progress bars of transformers out of pipes and logs."""
-    shown = logging.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    try:
+    """Keep progress bars out of pipes and logs; what else is said meanwhile is passed on at its end."""
+    if sys.stderr.isatty():
         yield
+        return
+    said = io.StringIO(newline="")
+    try:
+        with redirect_stderr(said):
+            yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        for line in said.getvalue().split("\n"):
+            # A bar draws over itself with carriage returns; nothing else does.
+            if line and "\r" not in line:
+                print(line, file=sys.stderr)
 
 
 def _device(name: str) -> torch.device:
