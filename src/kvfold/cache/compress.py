@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.observe import Observations
-from kvfold.cache.rows import RowStore
+from kvfold.cache.rows import PAGE, RowStore
 from kvfold.cache.spec import AttentionCall, LayerSpec
 from kvfold.core.errors import CacheStateError, ShapeError
 from kvfold.core.interfaces import Evictor, ScoreContext
@@ -40,7 +40,7 @@ def compress(
     evictor, allocator = policy.evictor, policy.allocator
     if evictor is None or allocator is None or spec.order is None or not store.total_rows:
         return False
-    mean = policy.keep_tokens(seen, row_nbytes(store, spec))
+    mean = policy.keep_tokens(seen, row_nbytes(store, spec), slack_rows=PAGE - 1)
     keep = allocator.layer_tokens(mean, seen, spec.order, spec.num_compressed, policy.protected_tokens)
     keep = max(keep, min(seen, policy.protected_tokens), 1)
     if all(keep * store.kv_heads >= sum(row) for row in store.lengths):
@@ -54,9 +54,10 @@ def compress(
 
 
 def row_nbytes(store: RowStore, spec: LayerSpec) -> int:
-    """Bytes of one token over all KV heads of all compressed layers, stored position included."""
+    """Bytes of one token over all KV heads of all compressed layers, with all that is stored beside it."""
     width = kv_row_nbytes(store.keys.shape[-1], store.values.shape[-1], store.keys.element_size())
-    return spec.num_compressed * store.kv_heads * (width + torch.int32.itemsize)
+    planes = torch.int32.itemsize + (0 if store.mass is None else store.mass.element_size())
+    return spec.num_compressed * store.kv_heads * (width + planes)
 
 
 def _scores(
@@ -131,8 +132,13 @@ def _supplies(policy: Policy, observed: Observations, replay_mass: Tensor | None
                 else "make the cache with observe=<that policy>, so that it watches the queries while it fills"
             )
             raise CacheStateError(f"{policy.method} needs {need.name}, which this cache did not record; {fix}")
+    queries = observed.queries if Need.QUERIES in needs else None
+    if queries is not None:
+        # the cache may have watched more queries, for another method
+        queries = queries[:, :, -policy.query_window :]
     return {
-        "queries": observed.queries if Need.QUERIES in needs else None,
+        "queries": queries,
+        "first_query": None if queries is None else observed.end - queries.shape[2],
         "query_moments": moments if Need.QUERY_MOMENTS in needs else None,
         "replay_mass": replay_mass if Need.REPLAY in needs else None,
         "output_weight": call.output_weight if Need.OUTPUT_WEIGHT in needs else None,

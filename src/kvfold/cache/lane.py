@@ -123,10 +123,10 @@ class Lane:
                 f"crop must stay within the {self.seen - self.fixed} tokens appended since the last eviction, got {count}; "
                 "fork the cache before a step that may have to be undone"
             )
+        self.observed.crop(count, self.seen)
         self.store.crop(count)
         self.seen -= count
         self.decoded = max(0, self.decoded - count)
-        self.observed.crop(count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of every tensor held."""
@@ -208,7 +208,7 @@ class Lane:
         self.seen += q.shape[2]
         if watch:
             self.observed.add(q, self.seen, call)
-        self.store.receive(q, part.lse, scale=call.scale, softcap=call.softcap)
+            self.store.receive(q, part.lse, scale=call.scale, softcap=call.softcap)
         return part.output
 
     def _attend_full(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> AttentionOutput:
@@ -226,7 +226,8 @@ class Lane:
         # dropping copies the window, so it waits until it pays: at most an eighth of the window is held beyond need
         if hidden >= max(PAGE, visible.size // 8):
             self.store.drop_first(min(hidden, self.store.longest))
-            self.fixed = max(self.fixed, self.store.base)
+            # a query further back would need rows that are gone
+            self.fixed = self.store.base + (visible.size - 1 if visible.kind == "sliding" else 0)
         self.store.append(k, v, self.seen)
         self.seen += q.shape[2]
         return self._read_window(q, call)

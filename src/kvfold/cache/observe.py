@@ -24,7 +24,8 @@ class Observations:
     Attributes:
         needs: What to remember.
         query_window: How many of the newest queries.
-        queries: ``[batch, q_heads, <= query_window, head_dim]``.
+        queries: ``[batch, q_heads, <= query_window, head_dim]``, of consecutive tokens.
+        end: Position behind the last of them.
         count: Queries in the sums.
         total: Sum of the queries before RoPE, ``[batch, q_heads, head_dim]`` float32.
         outer: Sum of their outer products, ``[batch, q_heads, head_dim, head_dim]`` float32.
@@ -33,6 +34,7 @@ class Observations:
     needs: Need
     query_window: int
     queries: Tensor | None = None
+    end: int = 0
     count: int = 0
     total: Tensor | None = None
     outer: Tensor | None = None
@@ -40,10 +42,12 @@ class Observations:
     def add(self, q: Tensor, seen: int, call: AttentionCall) -> None:
         """Take in new queries; the last one stands at position ``seen - 1``."""
         if Need.QUERIES in self.needs and self.query_window:
-            if self.queries is None or q.shape[2] >= self.query_window:
+            follows = self.queries is not None and seen - q.shape[2] == self.end
+            if self.queries is None or not follows or q.shape[2] >= self.query_window:
                 self.queries = q[:, :, -self.query_window :].clone()
             else:
                 self.queries = torch.cat((self.queries, q), dim=2)[:, :, -self.query_window :].clone()
+            self.end = seen
         if Need.QUERY_MOMENTS in self.needs:
             self._add_moments(q, seen, call)
 
@@ -69,17 +73,19 @@ class Observations:
             count=self.count, mean=mean, covariance=self.outer / self.count - mean.unsqueeze(-1) * mean.unsqueeze(-2)
         )
 
-    def crop(self, count: int) -> None:
-        """Forget the newest ``count`` queries.
+    def crop(self, count: int, seen: int) -> None:
+        """Forget the queries of the newest ``count`` of ``seen`` tokens.
 
         Raises:
             UnsupportedError: If sums over queries were kept, which cannot be undone.
         """
         if Need.QUERY_MOMENTS in self.needs and self.count:
             raise UnsupportedError("crop cannot undo query moments; crop after the prompt was compressed, or fork before")
-        if self.queries is not None:
-            rest = self.queries.shape[2] - count
+        watched = count - (seen - self.end)
+        if self.queries is not None and watched > 0:
+            rest = self.queries.shape[2] - watched
             self.queries = self.queries[:, :, :rest].clone() if rest > 0 else None
+            self.end -= watched
 
     def forget(self) -> None:
         """Drop everything remembered."""
@@ -96,7 +102,7 @@ class Observations:
     def fork(self) -> Observations:
         """Return a copy; tensors are shared, as none is ever written in place."""
         return Observations(
-            needs=self.needs, query_window=self.query_window, queries=self.queries, count=self.count, total=self.total,
+            needs=self.needs, query_window=self.query_window, queries=self.queries, end=self.end, count=self.count, total=self.total,
             outer=self.outer,
         )  # fmt: skip
 

@@ -33,6 +33,7 @@ def layer_state(layer: CacheLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "lengths": lane.store.lengths,
             "capacity": lane.store.capacity,
             "moment_count": lane.observed.count,
+            "queries_end": lane.observed.end,
             **{name: getattr(lane, name) for name in _LANE_FACTS},
         }
         for lane in layer.lanes
@@ -69,6 +70,6 @@ def _restore_lane(layer: CacheLayer, index: int, tensors: dict[str, Tensor], fac
     store.base = int(facts["base"])
     observed = Observations(
         needs=layer.needs, query_window=layer.query_window, queries=own.get("queries"), total=own.get("total"),
-        outer=own.get("outer"), count=int(facts["moment_count"]),
+        outer=own.get("outer"), count=int(facts["moment_count"]), end=int(facts["queries_end"]),
     )  # fmt: skip
     return Lane(store=store, observed=observed, **{name: int(facts[name]) for name in _LANE_FACTS})

@@ -123,12 +123,13 @@ class Budget:
             raise ConfigError(must_be("keep", "tokens, a fraction or bytes", keep, "give e.g. 1024, 0.25 or '64MiB'"))
         return cls.tokens(keep) if isinstance(keep, int) else cls.fraction(keep)
 
-    def resolve(self, seen_tokens: int, *, row_nbytes: int = 0, minimum: int = 1) -> int:
+    def resolve(self, seen_tokens: int, *, row_nbytes: int = 0, slack_rows: int = 0, minimum: int = 1) -> int:
         """Turn the budget into tokens per KV head.
 
         Args:
             seen_tokens: Tokens appended so far to this sequence.
             row_nbytes: Bytes of one token over all KV heads of all compressed layers; needed by byte budgets alone.
+            slack_rows: Rows per head that storage may round up by; a byte budget leaves room for them.
             minimum: Never fewer than this; 0 is allowed for a caller that may empty a cache.
 
         Returns:
@@ -144,10 +145,10 @@ class Budget:
         else:
             if row_nbytes < 1:
                 raise ConfigError("keep in bytes needs the model's bytes per token; use it through a cache")
-            count = int(self.amount) // row_nbytes
+            count = int(self.amount) // row_nbytes - slack_rows
             if count < 1:
                 raise ConfigError(
-                    must_be("keep", f"at least {row_nbytes} bytes (one token of this model)", str(self), "raise it")
+                    must_be("keep", f"at least {(1 + slack_rows) * row_nbytes} bytes (one token of this model)", str(self), "raise it")
                 )
         return min(seen_tokens, max(minimum, count))
 

@@ -46,8 +46,9 @@ class ScoreContext:
         scale: Factor on the logits, the model's own.
         softcap: Logits are ``softcap * tanh(logit / softcap)`` where set.
         attention_sinks: Learned logit per query head that joins each softmax, ``[q_heads]``.
-        queries: If ``QUERIES`` is needed: the last ``query_window`` queries (fewer where fewer were seen), after RoPE,
-            ``[batch, q_heads, window, head_dim]``; query ``i`` stands at position ``seen_tokens - window + i``.
+        queries: If ``QUERIES`` is needed: the last ``query_window`` queries that were watched (fewer where fewer were
+            seen), after RoPE, ``[batch, q_heads, window, head_dim]``; they are consecutive.
+        first_query: Position of the first of them; ``None``: they are the newest tokens.
         query_moments: If ``QUERY_MOMENTS`` is needed.
         attention_mass: If ``ATTENTION_MASS`` is needed: attention received so far, summed over queries and averaged
             over the query heads of the group, float32, ``[batch, kv_heads, kv_len]``.
@@ -69,6 +70,7 @@ class ScoreContext:
     softcap: float | None = None
     attention_sinks: Tensor | None = None
     queries: Tensor | None = None
+    first_query: int | None = None
     query_moments: QueryMoments | None = None
     attention_mass: Tensor | None = None
     replay_mass: Tensor | None = None

@@ -64,12 +64,13 @@ class Policy:
         """How many of the newest queries the method reads."""
         return 0 if self.evictor is None else self.evictor.query_window
 
-    def keep_tokens(self, seen_tokens: int, row_nbytes: int) -> int:
+    def keep_tokens(self, seen_tokens: int, row_nbytes: int, *, slack_rows: int = 0) -> int:
         """Tokens per KV head that may stay of ``seen_tokens``; the protected ones are a floor.
 
         Args:
             seen_tokens: Tokens appended so far to this sequence.
             row_nbytes: Bytes of one token over all KV heads of all compressed layers.
+            slack_rows: Rows that storage may round up by; a byte budget leaves room for them.
 
         Returns:
             The mean over heads and layers.
@@ -77,10 +78,10 @@ class Policy:
         Raises:
             ConfigError: If a byte budget is below the protected tokens.
         """
-        keep = self.budget.resolve(seen_tokens, row_nbytes=row_nbytes)
+        keep = self.budget.resolve(seen_tokens, row_nbytes=row_nbytes, slack_rows=slack_rows)
         floor = min(seen_tokens, self.protected_tokens)
         if keep < floor and self.budget.kind == "nbytes":
-            rule = f"at least {floor * row_nbytes} bytes (sink_tokens + recent_tokens of this model)"
+            rule = f"at least {(floor + slack_rows) * row_nbytes} bytes (sink_tokens + recent_tokens of this model)"
             raise ConfigError(must_be("keep", rule, str(self.budget), "raise it, or lower sink_tokens and recent_tokens"))
         return max(keep, floor)
 

@@ -26,6 +26,7 @@ from kvfold.hf.layer import LayerView
 from kvfold.hf.models import fingerprint, read_model
 from kvfold.hf.stats import CacheStats, gather_stats
 
+DENSE = Policy()
 _EMPTY = "empty"
 
 
@@ -198,6 +199,11 @@ class Cache(transformers.Cache):
             yield
         finally:
             self._held = before
+
+    @property
+    def acting(self) -> Policy:
+        """The policy that acts now: none while the cache is held."""
+        return DENSE if self._held else self.policy
 
     def prompt_part(self, columns: int, count: int) -> tuple[int, bool]:
         """Say how many of ``count`` tokens fed at ``columns`` belong to a prompt, and whether it ends with them."""

@@ -92,7 +92,7 @@ class LayerView(CacheLayerMixin):
         self._pending = False
         prompt, ends = self.owner.prompt_part(self.core.columns, query.shape[2])
         return self.core.forward(
-            query, key, value, call, self.owner.policy, valid=valid, prompt=prompt, prompt_ends=ends, replay=self.owner.replay
+            query, key, value, call, self.owner.acting, valid=valid, prompt=prompt, prompt_ends=ends, replay=self.owner.replay
         )
 
     def _extras_of(self, module: nn.Module) -> dict[str, Any]:

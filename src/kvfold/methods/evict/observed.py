@@ -28,6 +28,11 @@ def given_queries(ctx: ScoreContext) -> Tensor:
     return ctx.queries
 
 
+def first_query(ctx: ScoreContext) -> int:
+    """Return the position of the first of a context's queries."""
+    return ctx.seen_tokens - given_queries(ctx).shape[2] if ctx.first_query is None else ctx.first_query
+
+
 def observed_attention(ctx: ScoreContext) -> Tensor:
     """Average attention of the newest queries, with the model's own scale, soft cap and sinks.
 
@@ -39,7 +44,7 @@ def observed_attention(ctx: ScoreContext) -> Tensor:
     """
     queries = given_queries(ctx)
     batch, q_heads, window, _ = queries.shape
-    first = ctx.seen_tokens - window
+    first = first_query(ctx)
     found = torch.zeros(batch, q_heads, ctx.kv_len, device=queries.device)
     step = max(1, TILE_ELEMENTS // max(1, batch * q_heads * ctx.kv_len))
     for at in range(0, window, step):

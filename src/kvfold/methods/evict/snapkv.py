@@ -11,7 +11,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 from kvfold.core.errors import ConfigError, must_be
 from kvfold.core.interfaces import Evictor, ScoreContext
 from kvfold.core.types import Need
-from kvfold.methods.evict.observed import given_queries, observed_attention
+from kvfold.methods.evict.observed import first_query, observed_attention
 from kvfold.methods.evict.tiles import group_mean
 from kvfold.methods.parameters import check_choice, check_whole
 
@@ -68,7 +68,7 @@ class SnapKV(Evictor):
 
     def score(self, ctx: ScoreContext) -> Tensor:
         """Rate rows by pooled attention of the observation window; rows of the window itself lend nothing."""
-        inside = ctx.positions >= ctx.seen_tokens - given_queries(ctx).shape[2]
+        inside = ctx.positions >= first_query(ctx)
         received = observed_attention(ctx)
         batch, q_heads, rows = received.shape
         by_group = received.view(batch, inside.shape[1], -1, rows).masked_fill(inside.unsqueeze(2), 0.0)
