@@ -83,13 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--side", choices=("kvpress", "kvfold"), help="run the scenarios on this library")
-    what.add_argument(
-        "--report", nargs=2, type=Path, metavar="JSON", help="print two recorded sides as a table"
-    )
+    what.add_argument("--report", nargs=2, type=Path, metavar="JSON", help="print two recorded sides as a table")
     parser.add_argument("--json", type=Path, help="also write what was seen to this file")
-    parser.add_argument(
-        "--only", nargs="+", choices=tuple(ROWS), default=[], metavar="ROW", help="e.g. R5 R6"
-    )
+    parser.add_argument("--only", nargs="+", choices=tuple(ROWS), default=[], metavar="ROW", help="e.g. R5 R6")
     parser.add_argument(
         "--newer", type=Path, help="site-packages folder with transformers >= 5.24, for kvpress' row R1"
     )

@@ -73,14 +73,10 @@ def r3() -> Outcome:
         cache = prefill(model, policy, ids, mask)
         alone = prefill(model, policy, ids[:1, PADS:])
         real = LENGTH - PADS
-        pads[method] = sum(
-            int(((p < 0) | (p >= real)).sum()) for layer in (0, 1) for p in heads(cache, layer, 0)
-        )
+        pads[method] = sum(int(((p < 0) | (p >= real)).sum()) for layer in (0, 1) for p in heads(cache, layer, 0))
         same &= method == "random" or all(same_rows(cache, 0, alone, layer) for layer in (0, 1))
     shown = ", ".join(f"{name} {count}" for name, count in pads.items())
-    return Outcome(
-        f"{shown}; rows as alone: {'yes' if same else 'no'}", same and not any(pads.values()), pads
-    )
+    return Outcome(f"{shown}; rows as alone: {'yes' if same else 'no'}", same and not any(pads.values()), pads)
 
 
 def r4() -> Outcome:
@@ -187,10 +183,7 @@ def r12() -> Outcome:
     for name, model in tiny.sliding_models().items():
         cache = kvfold.Cache(model, half())
         greedy(model, tiny.prompt(), 2, past_key_values=cache)
-        kinds = (
-            getattr(model.config, "layer_types", None)
-            or ["sliding_attention"] * model.config.num_hidden_layers
-        )
+        kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * model.config.num_hidden_layers
         full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
         held = [int(cache.stored_tokens(layer).max()) for layer in full]
         seen[name] = held
@@ -205,9 +198,7 @@ def r13() -> Outcome:
     cache = kvfold.Cache(model, half("pyramidkv"))
     tokens = greedy(model, tiny.prompt(), 4, past_key_values=cache)
     held = [int(cache.stored_tokens(layer).max()) for layer in (0, 1)]
-    return Outcome(
-        f"works, layers hold {held}", tokens.shape == (1, 4) and held[0] != held[1], {"held": held}
-    )
+    return Outcome(f"works, layers hold {held}", tokens.shape == (1, 4) and held[0] != held[1], {"held": held})
 
 
 def r14() -> Outcome:
@@ -226,9 +217,7 @@ def r15() -> Outcome:
 
 def r16() -> Outcome:
     """Whether layer 0's selection (whose keys q_norm cannot touch) reacts to q_norm."""
-    caches = [
-        prefill(tiny.qwen3_moe(gain), half("snapkv", obs_window=8), tiny.prompt()) for gain in (1.0, 8.0)
-    ]
+    caches = [prefill(tiny.qwen3_moe(gain), half("snapkv", obs_window=8), tiny.prompt()) for gain in (1.0, 8.0)]
     pairs = zip(heads(caches[0], 0, 0), heads(caches[1], 0, 0), strict=True)
     moved = sum(len(set(a.tolist()) - set(b.tolist())) for a, b in pairs)
     return Outcome(f"{'yes' if moved else 'no'}: {moved} kept rows change", moved > 0, {"moved": moved})

@@ -150,9 +150,7 @@ def r6() -> Outcome:
     cache = prefill(model, kp.AdaKVPress(kp.KnormPress(0.5)), ids)
     share = cache.layers[0].keys.nbytes / dense.layers[0].keys.nbytes
     masked = len(model.model.layers[0].self_attn.masked_key_indices[0])
-    return Outcome(
-        f"{share:.0%} held, {masked} rows only masked", share <= 0.52, {"share": share, "masked": masked}
-    )
+    return Outcome(f"{share:.0%} held, {masked} rows only masked", share <= 0.52, {"share": share, "masked": masked})
 
 
 def r7() -> Outcome:
@@ -267,9 +265,7 @@ def r16() -> Outcome:
     press = kp.SnapKVPress(0.5, window_size=8)
     kept = [kept_rows(tiny.qwen3_moe(gain), copy.copy(press), tiny.prompt())[0] for gain in (1.0, 8.0)]
     moved = int((kept[0] & ~kept[1]).sum())
-    shown = (
-        f"no: {moved} kept rows change when q_norm changes" if not moved else f"yes: {moved} kept rows change"
-    )
+    shown = f"no: {moved} kept rows change when q_norm changes" if not moved else f"yes: {moved} kept rows change"
     return Outcome(shown, moved > 0, {"moved": moved})
 
 

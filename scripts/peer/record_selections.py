@@ -41,23 +41,16 @@ CONFIG: dict[str, Any] = {
     "initializer_range": 0.2,
     "tie_word_embeddings": True,
 }
-DEFAULT_OUT = (
-    Path(__file__).resolve().parents[2] / "tests" / "peer" / "fixtures" / "kvpress_selections.safetensors"
-)
+DEFAULT_OUT = Path(__file__).resolve().parents[2] / "tests" / "peer" / "fixtures" / "kvpress_selections.safetensors"
 
 DEFINITIONS = {
     "ratio": "fraction REMOVED; n = prompt tokens = keys in the cache",
-    "n_kept": (
-        "max(1, int(n * (1 - ratio))): float64 product, truncated; the same for each KV head unless said"
-    ),
+    "n_kept": ("max(1, int(n * (1 - ratio))): float64 product, truncated; the same for each KV head unless said"),
     "pyramidkv": (
         "budget per layer; where the pyramid does not apply max(1, round(n * (1 - ratio))), else "
         "round(max_num - layer * step): rounded half to even, not truncated"
     ),
-    "adakv": (
-        "kept per layer is exactly kv_heads * n_kept; each head keeps its best max(1, int(n_kept * "
-        "0.2)) first"
-    ),
+    "adakv": ("kept per layer is exactly kv_heads * n_kept; each head keeps its best max(1, int(n_kept * 0.2)) first"),
     "kvzip": (
         "removes int(total * ratio) of all layers x heads x tokens together (layerwise: of each "
         "layer); so the removed count is truncated, not the kept one; no safeguard per head"
@@ -97,9 +90,7 @@ DEFINITIONS = {
         "float32 as the press returns them, before AdaKV's safeguard is written into them; adakv_* "
         "scores equal those of the base press"
     ),
-    "order": (
-        "kept indices are sorted ascending here; kvpress itself stores rows in descending order of score"
-    ),
+    "order": ("kept indices are sorted ascending here; kvpress itself stores rows in descending order of score"),
     "determined": "false where kept and dropped rows tie at the cut, so that topk chose by accident",
 }
 
@@ -113,9 +104,7 @@ class Case:
     build: Callable[[float], Any]
     params: dict[str, Any]
     attention: str = "sdpa"
-    scope: str = (
-        "head"  # which rows compete for the budget: of one "head", of one "layer", or of "all" layers
-    )
+    scope: str = "head"  # which rows compete for the budget: of one "head", of one "layer", or of "all" layers
     safeguard: float = 0.0
     has_scores: bool = True
     scores_vary: bool = False  # the score depends on the ratio
@@ -164,9 +153,7 @@ def cases() -> dict[str, Case]:
         "expected_attention_mean_only": Case(
             lambda r: kp.ExpectedAttentionPress(r, use_covariance=False), {**ea, "use_covariance": False}
         ),
-        "expected_attention_eps02": Case(
-            lambda r: kp.ExpectedAttentionPress(r, epsilon=0.02), {**ea, "epsilon": 0.02}
-        ),
+        "expected_attention_eps02": Case(lambda r: kp.ExpectedAttentionPress(r, epsilon=0.02), {**ea, "epsilon": 0.02}),
         "expected_attention_no_vnorm": Case(
             lambda r: kp.ExpectedAttentionPress(r, use_vnorm=False), {**ea, "use_vnorm": False}
         ),
@@ -364,11 +351,7 @@ def record_inputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
     for index, layer in enumerate(model.model.layers):
         hidden, (cos, sin) = seen[index]
         with torch.no_grad():
-            query = (
-                layer.self_attn.q_proj(hidden)
-                .view(1, ids.shape[1], -1, int(CONFIG["head_dim"]))
-                .transpose(1, 2)
-            )
+            query = layer.self_attn.q_proj(hidden).view(1, ids.shape[1], -1, int(CONFIG["head_dim"])).transpose(1, 2)
             rotated, _ = apply_rotary_pos_emb(query, query, cos, sin)
         tensors[f"layer{index}/keys"] = cache.layers[index].keys[0]
         tensors[f"layer{index}/values"] = cache.layers[index].values[0]
@@ -417,20 +400,14 @@ def record_case(model: Any, ids: Tensor, name: str, case: Case, tensors: dict[st
         run = run_press(model, ids, case, ratio)
         kept = [run.kept[layer] for layer in sorted(run.kept)]
         at = f"{name}/r{ratio:.2f}"
-        tensors[f"{at}/kept"] = torch.tensor(
-            [t for layer in kept for head in layer for t in head], dtype=torch.int16
-        )
-        tensors[f"{at}/counts"] = torch.tensor(
-            [[len(head) for head in layer] for layer in kept], dtype=torch.int16
-        )
+        tensors[f"{at}/kept"] = torch.tensor([t for layer in kept for head in layer for t in head], dtype=torch.int16)
+        tensors[f"{at}/counts"] = torch.tensor([[len(head) for head in layer] for layer in kept], dtype=torch.int16)
         summary: dict[str, Any] = {"counts": tensors[f"{at}/counts"].tolist()}
         if run.scores:
             scores = torch.stack([run.scores[layer] for layer in sorted(run.scores)])
             key = f"{at}/scores" if case.scores_vary else f"{name}/scores"
             if key in tensors and not torch.equal(tensors[key], scores):
-                raise SystemExit(
-                    f"error: scores of {name} change with the ratio; mark the case as scores_vary"
-                )
+                raise SystemExit(f"error: scores of {name} change with the ratio; mark the case as scores_vary")
             tensors[key] = scores
             margin = cut_margin(case, scores, kept, ratio)
             summary |= {"scores": key, "margin": margin, "determined": margin > 0}
@@ -474,15 +451,11 @@ def to_bytes(tensors: dict[str, Tensor], sidecar: dict[str, Any]) -> tuple[bytes
 
 def main(argv: list[str] | None = None) -> int:
     """Write the fixture, or with ``--check`` compare it with what is there."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--out", type=Path, default=DEFAULT_OUT, help="the .safetensors to write; a .json goes beside it"
     )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail when the files there differ"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the files there differ")
     args = parser.parse_args(argv)
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")

@@ -239,20 +239,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--side", choices=SIDES, help="measure this library in this environment")
-    what.add_argument(
-        "--both", nargs=2, metavar=("PEER_PYTHON", "KVFOLD_PYTHON"), help="measure both in turns"
-    )
+    what.add_argument("--both", nargs=2, metavar=("PEER_PYTHON", "KVFOLD_PYTHON"), help="measure both in turns")
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file, e.g. SmolLM2-135M-Instruct")
-    parser.add_argument(
-        "--dtype", default="float32", help="float32 or bfloat16; with --both also a comma list"
-    )
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16; with --both also a comma list")
     parser.add_argument("--tokens", type=int, default=4096, help="prompt tokens (default 4096)")
     parser.add_argument("--new-tokens", type=int, default=64, help="decoded tokens (default 64)")
     parser.add_argument("--keep", type=float, default=0.25, help="share of tokens that stays (default 0.25)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements; medians are shown (default 3)")
-    parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="torch threads (default: all)"
-    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads (default: all)")
     parser.add_argument("--paced", action="store_true", help="one round per line on stdin (used by --both)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args(argv)

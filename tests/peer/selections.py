@@ -54,9 +54,7 @@ class Recorded:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         model = LlamaForCausalLM(LlamaConfig(**self.sidecar["model"]["config"]))
-        weights = {
-            k.removeprefix("weights/"): v for k, v in self._tensors.items() if k.startswith("weights/")
-        }
+        weights = {k.removeprefix("weights/"): v for k, v in self._tensors.items() if k.startswith("weights/")}
         missing = model.load_state_dict(weights, strict=False).missing_keys
         if missing not in ([], ["lm_head.weight"]):
             raise ValueError(f"the fixture lacks weights: {missing}")

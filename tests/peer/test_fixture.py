@@ -48,15 +48,11 @@ def snapkv(data: Recorded, layer: int, window: int) -> Tensor:
     return sentinel(grouped(pooled), right=window)
 
 
-def expected_attention(
-    data: Recorded, layer: int, cov: bool = True, vnorm: bool = True, eps: float = 0.0
-) -> Tensor:
+def expected_attention(data: Recorded, layer: int, cov: bool = True, vnorm: bool = True, eps: float = 0.0) -> Tensor:
     query = data[f"layer{layer}/queries_pre_rope"][:, SINKS:]
     angles = torch.arange(N, N + 512)[:, None] * torch.cat([data["inv_freq"]] * 2)
     identity = torch.eye(16)
-    rotation = (
-        angles.cos().mean(0)[:, None] * identity + angles.sin().mean(0)[:, None] * rotate_half(identity).T
-    )
+    rotation = angles.cos().mean(0)[:, None] * identity + angles.sin().mean(0)[:, None] * rotate_half(identity).T
     mean = query.mean(1)
     keys = data.keys(layer)[:, SINKS:].repeat_interleave(3, dim=0)
     logits = torch.einsum("hnd,hd->hn", keys, mean @ rotation.T) * data.scale
@@ -119,9 +115,7 @@ def test_scores_follow_the_written_definition(recorded: Recorded, name: str) -> 
     ],
 )
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.75])
-def test_criticalkv_weighs_by_the_output_projection(
-    recorded: Recorded, name: str, base: object, ratio: float
-) -> None:
+def test_criticalkv_weighs_by_the_output_projection(recorded: Recorded, name: str, base: object, ratio: float) -> None:
     for layer in range(2):
         scores = base(recorded, layer)  # type: ignore[operator]
         out = recorded[f"weights/model.layers.{layer}.self_attn.o_proj.weight"].unflatten(1, (6, 16))
@@ -129,9 +123,7 @@ def test_criticalkv_weighs_by_the_output_projection(
         norms = grouped(torch.einsum("hnd,ohd->hno", values, out).abs().sum(-1))
         first = scores.topk(int((1 - ratio) * N * 0.5), dim=-1).indices
         expected = ((scores + 1e-4) * norms).scatter(-1, first, MAX)
-        torch.testing.assert_close(
-            expected, recorded[f"{name}/r{ratio:.2f}/scores"][layer], rtol=2e-4, atol=2e-5
-        )
+        torch.testing.assert_close(expected, recorded[f"{name}/r{ratio:.2f}/scores"][layer], rtol=2e-4, atol=2e-5)
 
 
 def test_every_press_keeps_the_best_scores(recorded: Recorded) -> None:
@@ -193,17 +185,11 @@ def test_kvzip_scores_are_the_strongest_look_of_a_replay(recorded: Recorded) -> 
     ids = torch.cat([recorded["input_ids"], recorded["kvzip_replay_ids"]]).long()
     at = "weights/model.layers.0."
     hidden = recorded["weights/model.embed_tokens.weight"][ids]
-    hidden = (
-        hidden
-        * (hidden.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-        * recorded[f"{at}input_layernorm.weight"]
-    )
+    hidden = hidden * (hidden.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * recorded[f"{at}input_layernorm.weight"]
     angles = torch.arange(len(ids))[:, None] * torch.cat([recorded["inv_freq"]] * 2)
 
     def project(which: str) -> Tensor:
-        rows = (
-            (hidden @ recorded[f"{at}self_attn.{which}_proj.weight"].T).unflatten(1, (-1, 16)).transpose(0, 1)
-        )
+        rows = (hidden @ recorded[f"{at}self_attn.{which}_proj.weight"].T).unflatten(1, (-1, 16)).transpose(0, 1)
         return rows * angles.cos() + rotate_half(rows) * angles.sin()
 
     query, keys = project("q")[:, N:], project("k")
@@ -212,18 +198,14 @@ def test_kvzip_scores_are_the_strongest_look_of_a_replay(recorded: Recorded) -> 
     replay = query.shape[1]
     logits[..., N:].masked_fill_(~torch.ones(replay, replay, dtype=torch.bool).tril(), -torch.inf)
     scores = logits.softmax(-1)[..., :N].amax(1).unflatten(0, (2, 3)).amax(1)
-    torch.testing.assert_close(
-        scores[:, SINKS:], recorded["kvzip/scores"][0, :, SINKS:], rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(scores[:, SINKS:], recorded["kvzip/scores"][0, :, SINKS:], rtol=1e-4, atol=1e-6)
 
 
 def test_the_recorded_model_still_computes_what_the_peer_saw(recorded: Recorded) -> None:
     pytest.importorskip("transformers")
     model = recorded.model()
     seen = {}
-    hook = model.model.layers[1].self_attn.k_proj.register_forward_hook(
-        lambda _m, _i, out: seen.update(k=out)
-    )
+    hook = model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda _m, _i, out: seen.update(k=out))
     with torch.no_grad():
         logits = model(recorded["input_ids"][None].long()).logits[0, -1]
     hook.remove()
