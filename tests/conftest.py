@@ -32,9 +32,7 @@ def pytest_report_header() -> str:
             return f"{package} -"
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return ", ".join(
-        [*map(of, ("torch", "transformers", "triton")), gpu, f"{torch.get_num_threads()} threads"]
-    )
+    return ", ".join([*map(of, ("torch", "transformers", "triton")), gpu, f"{torch.get_num_threads()} threads"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -45,9 +45,7 @@ def test_a_usage_mistake_is_one_line(invoke: Invoke, arguments: tuple[str, ...],
     assert named in refused(invoke(*arguments))
 
 
-def test_missing_package_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delitem(sys.modules, "kvfold.cli.app")
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.setattr(sys, "argv", ["kvfold"])
@@ -60,9 +58,7 @@ def test_missing_package_is_one_line(
 def test_env_has_what_a_bug_report_needs(invoke: Invoke) -> None:
     facts = last_json(invoke("env", "--json"))
     assert facts["kvfold"] == __version__
-    assert {"python", "torch", "transformers", "triton", "gpus", "blas", "threads", "cpu", "cores"} <= set(
-        facts
-    )
+    assert {"python", "torch", "transformers", "triton", "gpus", "blas", "threads", "cpu", "cores"} <= set(facts)
     text = invoke("env").stdout
     assert all(line.split()[0] in facts for line in text.splitlines())
 

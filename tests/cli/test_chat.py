@@ -21,9 +21,7 @@ def fed(result: Result) -> list[int]:
 
 
 def test_each_turn_feeds_only_its_own_tokens(invoke: Invoke, model_dir: Path) -> None:
-    result = invoke(
-        "chat", model_dir, *DENSE, stdin="Hello there!\nAnd again.\nBye.\n/stats\n/quit\nnot read\n"
-    )
+    result = invoke("chat", model_dir, *DENSE, stdin="Hello there!\nAnd again.\nBye.\n/stats\n/quit\nnot read\n")
     assert result.exit_code == 0
     # A turn is its words, a mark before and after them, and the mark of the answer; later ones begin with
     # the last token of the answer before (known, not fed yet), and its end mark where that answer was cut.

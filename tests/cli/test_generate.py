@@ -38,9 +38,7 @@ def test_text_is_that_of_stock_generate(invoke: Invoke, model_dir: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     ids = tokenizer(TEXT, return_tensors="pt")
-    new = model.generate(**ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[
-        0, ids["input_ids"].shape[1] :
-    ]
+    new = model.generate(**ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids["input_ids"].shape[1] :]
     stock = tokenizer.decode(new, skip_special_tokens=True)
     options = ("--raw", "--max-new-tokens", 8, "--chunk-size", 32, "--json")
     assert last_json(invoke("generate", model_dir, "--prompt", TEXT, *options))["text"] == stock

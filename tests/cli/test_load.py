@@ -82,17 +82,13 @@ def test_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("options", "named"), [({"dtype": "int8"}, "int8"), ({"device": "cuda:99"}, "cuda:99")]
-)
+@pytest.mark.parametrize(("options", "named"), [({"dtype": "int8"}, "int8"), ({"device": "cuda:99"}, "cuda:99")])
 def test_unknown_options(model_dir: Path, options: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_model(str(model_dir), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "new", "fine"), [(CONTEXT - 1, 1, True), (CONTEXT, 1, False), (0, 1, False)]
-)
+@pytest.mark.parametrize(("tokens", "new", "fine"), [(CONTEXT - 1, 1, True), (CONTEXT, 1, False), (0, 1, False)])
 def test_context(model_dir: Path, tokens: int, new: int, fine: bool) -> None:
     model, _ = load_model(str(model_dir))
     if fine:

@@ -41,14 +41,10 @@ def test_class_is_a_frozen_dataclass_of_keyword_parameters_with_slots(entry: cat
 
 def test_every_parameter_is_documented(entry: catalogue.Entry) -> None:
     doc = inspect.getdoc(entry.load()) or ""
-    missing = [
-        f.name for f in dataclasses.fields(entry.load()) if not re.search(rf"^\s+{f.name}: ", doc, re.M)
-    ]
+    missing = [f.name for f in dataclasses.fields(entry.load()) if not re.search(rf"^\s+{f.name}: ", doc, re.M)]
     assert not missing
 
 
 def test_needs_are_stated(entry: catalogue.Entry) -> None:
     assert isinstance(entry.needs, Need)
-    assert (
-        entry.role != "evict" or entry.needs is not Need.NOTHING or entry.name in ("random", "streamingllm")
-    )
+    assert entry.role != "evict" or entry.needs is not Need.NOTHING or entry.name in ("random", "streamingllm")

@@ -67,9 +67,7 @@ def test_every_module_imports() -> None:
 
 
 def test_version_is_the_newest_of_the_changelog() -> None:
-    entries = re.findall(
-        r"^## \[(\d+\.\d+\.\d+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
-    )
+    entries = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert entries[0] == kvfold.__version__ == version("kvfold")
 
 

@@ -6,9 +6,7 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Folder with safetensors, a .gguf file, or a hub id.")
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder with safetensors, a .gguf file, or a hub id.")]
 Policy = Annotated[str, typer.Option(help="What happens to the cache; see kvfold methods.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Upper bound on an answer.")]
 ChunkSize = Annotated[int, typer.Option(min=1, help="Prompt tokens per forward pass.")]

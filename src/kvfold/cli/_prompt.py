@@ -92,9 +92,7 @@ def use_template(tokenizer: Tokenizer, wanted: bool | None) -> bool:
     """
     has = bool(tokenizer.chat_template)
     if wanted and not has:
-        raise UnsupportedError(
-            "this model has no chat template; use kvfold generate --raw, or an instruct model"
-        )
+        raise UnsupportedError("this model has no chat template; use kvfold generate --raw, or an instruct model")
     return has if wanted is None else wanted
 
 
@@ -165,9 +163,7 @@ def next_turn(tokenizer: Tokenizer, text: str) -> list[int]:
     ]
     _, found, after = _render(tokenizer, turns).partition(_REPLY)
     if not found:
-        raise UnsupportedError(
-            "this model's chat template rewrites earlier answers; a cache cannot grow under it"
-        )
+        raise UnsupportedError("this model's chat template rewrites earlier answers; a cache cannot grow under it")
     return _tokenize(tokenizer, after, special=False)
 
 

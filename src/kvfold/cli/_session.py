@@ -131,9 +131,7 @@ class Session:
         if ids:
             self.cache.prefill(self._tensor(ids), chunk_size=self.settings.chunk_size, progress=progress)
 
-    def answer(
-        self, context: list[int], question: list[int], write: Write, progress: OnProgress | None
-    ) -> Answer:
+    def answer(self, context: list[int], question: list[int], write: Write, progress: OnProgress | None) -> Answer:
         """Read a context, feed a question, generate.
 
         Args:

@@ -53,9 +53,7 @@ def command(
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
     use_template(tokenizer, True)
     next_turn(tokenizer, ".")  # refuses a template that no cache can follow before anything is typed
-    settings = Settings(
-        max_new_tokens=max_new_tokens, chunk_size=chunk_size, temperature=temperature, seed=seed
-    )
+    settings = Settings(max_new_tokens=max_new_tokens, chunk_size=chunk_size, temperature=temperature, seed=seed)
     session = Session(loaded, tokenizer, chosen, settings)
     for line in _lines():
         text = line.strip()

@@ -22,9 +22,7 @@ def command(
     model: _options.Model,
     policy: _options.Policy = "dense",
     prompt: Annotated[str | None, typer.Option(help="The prompt as text.")] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="The prompt as a file; without both, stdin is read.")
-    ] = None,
+    file: Annotated[Path | None, typer.Option(help="The prompt as a file; without both, stdin is read.")] = None,
     question: Annotated[
         str | None, typer.Option(help="Asked after the prompt was compressed, which thus cannot see it.")
     ] = None,
@@ -38,9 +36,7 @@ def command(
         bool | None,
         typer.Option("--chat-template/--raw", help="Use the model's chat template (default: if it has one)."),
     ] = None,
-    compare_dense: Annotated[
-        bool, typer.Option("--compare-dense", help="Run again without compression.")
-    ] = False,
+    compare_dense: Annotated[bool, typer.Option("--compare-dense", help="Run again without compression.")] = False,
     allow_download: _options.AllowDownload = False,
     json: _options.Json = False,
 ) -> None:
@@ -67,9 +63,7 @@ def command(
     chat = use_template(tokenizer, chat_template)
     ids = build_prompt(tokenizer, text, question, chat=chat)
     check_context(loaded, len(ids.context) + len(ids.question), max_new_tokens)
-    settings = Settings(
-        max_new_tokens=max_new_tokens, chunk_size=chunk_size, temperature=temperature, seed=seed
-    )
+    settings = Settings(max_new_tokens=max_new_tokens, chunk_size=chunk_size, temperature=temperature, seed=seed)
     session = Session(loaded, tokenizer, chosen, settings)
     if compare_dense:
         # So that neither of the two runs that are compared pays for being the first.
@@ -123,9 +117,7 @@ def _show(runs: list[dict[str, Any]], query_aware: bool) -> None:
         table.add_row(name, *map(show, runs))
     passed = runs[0]["passed_layers"]
     if passed and runs[0]["compressed_layers"]:
-        table.caption = (
-            f"layers {', '.join(map(str, passed))} are kept as they are: the policy cannot act on them"
-        )
+        table.caption = f"layers {', '.join(map(str, passed))} are kept as they are: the policy cannot act on them"
     stderr().print(table)
     for run in runs[1:]:
         stderr().print(f"[dim]{run['policy']} answered:[/dim] ", end="")

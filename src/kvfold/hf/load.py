@@ -67,9 +67,7 @@ def find_model(spec: str) -> Source:
     path = Path(spec).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise DataError(
-                must_be("MODEL", "a folder, a .gguf file or a hub id", spec, "name the folder instead")
-            )
+            raise DataError(must_be("MODEL", "a folder, a .gguf file or a hub id", spec, "name the folder instead"))
         return Source(str(path.parent), gguf_file=path.name)
     if path.is_dir():
         if any(path.glob("*.safetensors")):
@@ -107,9 +105,7 @@ def load_model(
     """
     place = _device(device)
     if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError(
-            must_be("dtype", f"auto or one of {', '.join(DTYPES)}", dtype, "choose one of these")
-        )
+        raise ConfigError(must_be("dtype", f"auto or one of {', '.join(DTYPES)}", dtype, "choose one of these"))
     source = find_model(spec)
     options = {**source.kwargs, "local_files_only": not (source.is_hub and allow_download)}
     try:
@@ -117,9 +113,7 @@ def load_model(
             config = AutoConfig.from_pretrained(source.name, **options)
             if getattr(config, "is_encoder_decoder", False):
                 kind = config.model_type
-                raise UnsupportedError(
-                    f"MODEL must be a decoder-only language model, got {kind!r}, an encoder-decoder"
-                )
+                raise UnsupportedError(f"MODEL must be a decoder-only language model, got {kind!r}, an encoder-decoder")
             # Handing the config over spares a second reading of it, which takes seconds for a GGUF file.
             model: Model = AutoModelForCausalLM.from_pretrained(
                 source.name, config=config, dtype=_dtype(dtype, source, config, place), **options
@@ -163,9 +157,7 @@ def check_context(model: Model, tokens: int, new_tokens: int) -> None:
         raise ConfigError("the prompt must hold at least one token, got an empty one; give some text")
     if tokens + new_tokens > limit:
         rule = f"at most {limit} tokens with its answer (the model's context)"
-        raise ConfigError(
-            must_be("the prompt", rule, f"{tokens} + {new_tokens}", "shorten it or lower max-new-tokens")
-        )
+        raise ConfigError(must_be("the prompt", rule, f"{tokens} + {new_tokens}", "shorten it or lower max-new-tokens"))
 
 
 def stop_ids(model: Model, tokenizer: Tokenizer) -> frozenset[int]:
