@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,12 @@ from kvfold.core.types import Need
 
 
 def compress(
-    store: RowStore, policy: Policy, spec: LayerSpec, call: AttentionCall, seen: int, observed: Observations,
+    store: RowStore,
+    policy: Policy,
+    spec: LayerSpec,
+    call: AttentionCall,
+    seen: int,
+    observed: Observations,
     replay_mass: Tensor | None,
 ) -> bool:
     """Evict the rows that a policy does not keep.
@@ -61,21 +68,37 @@ def row_nbytes(store: RowStore, spec: LayerSpec) -> int:
 
 
 def _scores(
-    store: RowStore, evictor: Evictor, spec: LayerSpec, call: AttentionCall, seen: int, keep: int,
-    observed: Observations, replay_mass: Tensor | None, policy: Policy,
+    store: RowStore,
+    evictor: Evictor,
+    spec: LayerSpec,
+    call: AttentionCall,
+    seen: int,
+    keep: int,
+    observed: Observations,
+    replay_mass: Tensor | None,
+    policy: Policy,
 ) -> Tensor:
     """Score all rows: in one call where runs are equal, else one call per run; ``-inf`` where a run has no row."""
     supplies = _supplies(policy, observed, replay_mass, call)
-    common = {
-        "seen_tokens": seen, "keep": keep, "layer_idx": spec.layer_idx, "num_layers": spec.num_layers,
-        "scale": call.scale, "softcap": call.softcap, "rope": call.rope if Need.ROPE in policy.needs else None,
-    }  # fmt: skip
+    common: dict[str, Any] = {
+        "seen_tokens": seen,
+        "keep": keep,
+        "layer_idx": spec.layer_idx,
+        "num_layers": spec.num_layers,
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "rope": call.rope if Need.ROPE in policy.needs else None,
+    }
     if store.is_uniform:
         ctx = ScoreContext(
-            keys=store.dense(store.keys), values=store.dense(store.values), positions=store.dense_positions(),
-            attention_mass=None if store.mass is None else store.dense(store.mass), attention_sinks=call.sinks,
-            **supplies, **common,
-        )  # fmt: skip
+            keys=store.dense(store.keys),
+            values=store.dense(store.values),
+            positions=store.dense_positions(),
+            attention_mass=None if store.mass is None else store.dense(store.mass),
+            attention_sinks=call.sinks,
+            **supplies,
+            **common,
+        )
         return _rated(evictor, ctx)
     scores = torch.full((store.batch, store.kv_heads, store.longest), -torch.inf, device=store.keys.device)
     for row in range(store.batch):
@@ -86,7 +109,9 @@ def _scores(
     return scores
 
 
-def _run_context(store: RowStore, row: int, head: int, call: AttentionCall, supplies: dict, common: dict) -> ScoreContext:
+def _run_context(
+    store: RowStore, row: int, head: int, call: AttentionCall, supplies: dict[str, Any], common: dict[str, Any]
+) -> ScoreContext:
     """Cut everything to one run: one sequence, one KV head, its group of query heads."""
     cut = dict(supplies)
     queries, moments, weight = cut["queries"], cut["query_moments"], cut["output_weight"]
@@ -100,22 +125,29 @@ def _run_context(store: RowStore, row: int, head: int, call: AttentionCall, supp
     if moments is not None:
         heads = heads_of(moments.mean.shape[1])
         cut["query_moments"] = type(moments)(
-            count=moments.count, mean=moments.mean[row : row + 1, heads], covariance=moments.covariance[row : row + 1, heads]
+            count=moments.count,
+            mean=moments.mean[row : row + 1, heads],
+            covariance=moments.covariance[row : row + 1, heads],
         )
     if weight is not None:
         cut["output_weight"] = weight[:, heads_of(weight.shape[1])]
     if cut["replay_mass"] is not None:
         cut["replay_mass"] = cut["replay_mass"][row : row + 1, head : head + 1, : store.lengths[row][head]]
     return ScoreContext(
-        keys=store.run(store.keys, row, head)[None, None], values=store.run(store.values, row, head)[None, None],
-        positions=store.row_positions(row, head)[None, None], first_head=head,
+        keys=store.run(store.keys, row, head)[None, None],
+        values=store.run(store.values, row, head)[None, None],
+        positions=store.row_positions(row, head)[None, None],
+        first_head=head,
         attention_mass=None if store.mass is None else store.run(store.mass, row, head)[None, None],
         attention_sinks=None if call.sinks is None else call.sinks[heads_of(call.sinks.shape[0])],
-        **cut, **common,
-    )  # fmt: skip
+        **cut,
+        **common,
+    )
 
 
-def _supplies(policy: Policy, observed: Observations, replay_mass: Tensor | None, call: AttentionCall) -> dict:
+def _supplies(
+    policy: Policy, observed: Observations, replay_mass: Tensor | None, call: AttentionCall
+) -> dict[str, Any]:
     """Collect what the method asked for; a need that was not observed is refused by name."""
     needs, moments = policy.needs, observed.moments()
     missing = {
@@ -148,5 +180,7 @@ def _supplies(policy: Policy, observed: Observations, replay_mass: Tensor | None
 def _rated(evictor: Evictor, ctx: ScoreContext) -> Tensor:
     scores = evictor.score(ctx)
     if scores.shape != ctx.keys.shape[:3]:
-        raise ShapeError(f"{type(evictor).__name__}.score must return {list(ctx.keys.shape[:3])}, got {list(scores.shape)}")
+        raise ShapeError(
+            f"{type(evictor).__name__}.score must return {list(ctx.keys.shape[:3])}, got {list(scores.shape)}"
+        )
     return scores.float()

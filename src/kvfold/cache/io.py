@@ -44,7 +44,9 @@ def write(path: str | Path, tensors: Mapping[str, Tensor], header: Mapping[str, 
     described = {**header, "format": FORMAT, "sha256": _digest(held)}
     handle = None
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name + ".", suffix=".part", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=target.parent, prefix=target.name + ".", suffix=".part", delete=False
+        ) as file:
             handle = Path(file.name)
         save_file(held, handle, metadata={_KEY: json.dumps(described)})
         with open(handle, "rb+") as file:
@@ -77,10 +79,14 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if _KEY not in metadata:
-                raise DataError(f"{str(path)!r} is a safetensors file but no saved cache; give a file made by Cache.save")
+                raise DataError(
+                    f"{str(path)!r} is a safetensors file but no saved cache; give a file made by Cache.save"
+                )
             header = json.loads(metadata[_KEY])
             if header.get("format") != FORMAT:
-                raise DataError(f"{str(path)!r} has format {header.get('format')}, this version reads {FORMAT}; save it again")
+                raise DataError(
+                    f"{str(path)!r} has format {header.get('format')}, this version reads {FORMAT}; save it again"
+                )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (broken, json.JSONDecodeError, OSError) as error:
         raise DataError(f"{str(path)!r} is damaged or no saved cache: {error}") from error
@@ -94,7 +100,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -51,7 +51,15 @@ class Lane:
         return cls(store=store, observed=Observations(needs=needs, query_window=query_window))
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: LayerSpec, policy: Policy, *, prompt: int,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: AttentionCall,
+        spec: LayerSpec,
+        policy: Policy,
+        *,
+        prompt: int,
         prompt_ends: bool,
     ) -> Tensor:
         """Append tokens and attend to everything before and within them.
@@ -89,7 +97,7 @@ class Lane:
         self.replay_mass = None
 
     def replay(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: int, start: int, stop: int) -> Tensor:
-        """Attend like :meth:`extend` but keep nothing, and record the attention that rows ``start`` to ``stop`` receive.
+        """Attend like :meth:`extend` but keep nothing; record what rows ``start`` to ``stop`` receive.
 
         The recorded share is of the first ``sinks`` rows, the rows in question and the replayed tokens themselves.
         """
@@ -111,7 +119,10 @@ class Lane:
         return trial._extend(q, k, v, call, watch=False)
 
     def crop(self, count: int) -> None:
-        """Forget the newest ``count`` tokens.
+        """Forget the newest tokens.
+
+        Args:
+            count: How many.
 
         Raises:
             CacheStateError: If tokens have been evicted since they were appended.
@@ -120,8 +131,8 @@ class Lane:
             return
         if count > self.seen - self.fixed:
             raise CacheStateError(
-                f"crop must stay within the {self.seen - self.fixed} tokens appended since the last eviction, got {count}; "
-                "fork the cache before a step that may have to be undone"
+                f"crop must stay within the {self.seen - self.fixed} tokens appended since the last eviction, "
+                f"got {count}; fork the cache before a step that may have to be undone"
             )
         self.observed.crop(count, self.seen)
         self.store.crop(count)
@@ -151,21 +162,30 @@ class Lane:
             for head in range(self.store.kv_heads):
                 positions = self.store.row_positions(row, head)
                 if positions.numel() and int(positions[-1]) >= self.seen:
-                    raise CacheStateError(f"positions must be below the {self.seen} tokens seen, got {int(positions[-1])}")
+                    raise CacheStateError(
+                        f"positions must be below the {self.seen} tokens seen, got {int(positions[-1])}"
+                    )
         if not evicts and self.store.positions is not None:
             raise CacheStateError("a layer that is passed through must never evict")
 
     def select(self, rows: list[int]) -> Lane:
         """Return a lane of the given batch rows."""
         return Lane(
-            store=self.store.select(rows), observed=self.observed.select(rows), seen=self.seen, fixed=self.fixed,
+            store=self.store.select(rows),
+            observed=self.observed.select(rows),
+            seen=self.seen,
+            fixed=self.fixed,
             decoded=self.decoded,
-        )  # fmt: skip
+        )
 
     def fork(self) -> Lane:
         """Return a copy that shares memory until either side is written to."""
         return Lane(
-            store=self.store.fork(), observed=self.observed.fork(), seen=self.seen, fixed=self.fixed, decoded=self.decoded
+            store=self.store.fork(),
+            observed=self.observed.fork(),
+            seen=self.seen,
+            fixed=self.fixed,
+            decoded=self.decoded,
         )
 
     def _segments(
@@ -266,7 +286,9 @@ class Lane:
         queries, rows = q.shape[2], k.shape[2]
         mask = None
         if call.visibility.kind == "sliding" and rows > call.visibility.size:
-            distance = torch.arange(queries, device=q.device)[:, None] + (rows - queries) - torch.arange(rows, device=q.device)
+            distance = (
+                torch.arange(queries, device=q.device)[:, None] + (rows - queries) - torch.arange(rows, device=q.device)
+            )
             mask = ((distance >= 0) & (distance < call.visibility.size)).expand(q.shape[0], -1, -1)
         part = attend(q, k, v, scale=call.scale, causal=mask is None and queries > 1, mask=mask, softcap=call.softcap)
         part = part if call.sinks is None else join_sinks(part, call.sinks)

@@ -60,8 +60,17 @@ class CacheLayer:
         return sum(lane.store.batch for lane in self.lanes)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, policy: Policy, *, valid: Tensor | None, prompt: int,
-        prompt_ends: bool, replay: Replay | None = None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: AttentionCall,
+        policy: Policy,
+        *,
+        valid: Tensor | None,
+        prompt: int,
+        prompt_ends: bool,
+        replay: Replay | None = None,
     ) -> Tensor:
         """Append a batch's new tokens and attend.
 
@@ -125,20 +134,27 @@ class CacheLayer:
     def compress(self, policy: Policy) -> None:
         """Evict now what ``policy`` does not keep."""
         if self.call is None:
-            raise CacheStateError("compress needs a cache that has been fed since it was made or loaded; feed it a token first")
+            raise CacheStateError(
+                "compress needs a cache that has been fed since it was made or loaded; feed it a token first"
+            )
         for lane in self.lanes:
             lane.compress(policy, self.spec, self.call)
             if policy.every is None:
                 lane.observed.forget()
 
     def crop(self, count: int) -> None:
-        """Forget the newest ``count`` tokens.
+        """Forget the newest tokens.
+
+        Args:
+            count: How many columns.
 
         Raises:
             CacheStateError: If that reaches padding, or tokens older than the last eviction.
         """
         if count > self.columns - self.padded_at and self.padded_at:
-            raise CacheStateError(f"crop must stay behind the padded prompt, got {count} tokens of {self.columns - self.padded_at}")
+            raise CacheStateError(
+                f"crop must stay behind the padded prompt, got {count} tokens of {self.columns - self.padded_at}"
+            )
         for lane in self.lanes:
             lane.crop(count)
         self.columns -= count
@@ -184,7 +200,14 @@ class CacheLayer:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _padded(
-        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, policy: Policy, valid: Tensor, prompt: int,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: AttentionCall,
+        policy: Policy,
+        valid: Tensor,
+        prompt: int,
         prompt_ends: bool,
     ) -> Tensor:
         if len(self.lanes) == 1 and self.batch > 1:
@@ -196,7 +219,13 @@ class CacheLayer:
                 continue
             one = slice(row, row + 1)
             found[one, :, real] = lane.extend(
-                q[one, :, real], k[one, :, real], v[one, :, real], call, self.spec, policy,
-                prompt=int(valid[row, :prompt].sum()), prompt_ends=prompt_ends,
-            )  # fmt: skip
+                q[one, :, real],
+                k[one, :, real],
+                v[one, :, real],
+                call,
+                self.spec,
+                policy,
+                prompt=int(valid[row, :prompt].sum()),
+                prompt_ends=prompt_ends,
+            )
         return found

@@ -70,17 +70,25 @@ class Observations:
             return None
         mean = self.total / self.count
         return QueryMoments(
-            count=self.count, mean=mean, covariance=self.outer / self.count - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+            count=self.count,
+            mean=mean,
+            covariance=self.outer / self.count - mean.unsqueeze(-1) * mean.unsqueeze(-2),
         )
 
     def crop(self, count: int, seen: int) -> None:
-        """Forget the queries of the newest ``count`` of ``seen`` tokens.
+        """Forget the queries of the newest tokens.
+
+        Args:
+            count: How many tokens go.
+            seen: Tokens appended so far.
 
         Raises:
             UnsupportedError: If sums over queries were kept, which cannot be undone.
         """
         if Need.QUERY_MOMENTS in self.needs and self.count:
-            raise UnsupportedError("crop cannot undo query moments; crop after the prompt was compressed, or fork before")
+            raise UnsupportedError(
+                "crop cannot undo query moments; crop after the prompt was compressed, or fork before"
+            )
         watched = count - (seen - self.end)
         if self.queries is not None and watched > 0:
             rest = self.queries.shape[2] - watched
@@ -102,9 +110,14 @@ class Observations:
     def fork(self) -> Observations:
         """Return a copy; tensors are shared, as none is ever written in place."""
         return Observations(
-            needs=self.needs, query_window=self.query_window, queries=self.queries, end=self.end, count=self.count, total=self.total,
+            needs=self.needs,
+            query_window=self.query_window,
+            queries=self.queries,
+            end=self.end,
+            count=self.count,
+            total=self.total,
             outer=self.outer,
-        )  # fmt: skip
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of every tensor held."""

@@ -123,18 +123,22 @@ class RowStore:
         self._make_room(count)
         planes: list[tuple[Tensor, Tensor | int]] = [(self.keys, k), (self.values, v)]
         if self.positions is not None:
-            planes.append((self.positions, torch.arange(position, position + count, device=k.device, dtype=torch.int32)))
+            planes.append(
+                (self.positions, torch.arange(position, position + count, device=k.device, dtype=torch.int32))
+            )
         if self.mass is not None:
             planes.append((self.mass, 0))
         if self.is_uniform:
             at = self.lengths[0][0]
             for pool, new in planes:
-                pool.view(self.batch, self.kv_heads, -1, *pool.shape[1:])[:, :, at : at + count] = new  # type: ignore[assignment]
+                pool.view(self.batch, self.kv_heads, -1, *pool.shape[1:])[:, :, at : at + count] = new
         else:
-            first = torch.tensor([s + n for ss, ns in zip(self.starts, self.lengths, strict=True) for s, n in zip(ss, ns, strict=True)])
+            first = torch.tensor(
+                [s + n for ss, ns in zip(self.starts, self.lengths, strict=True) for s, n in zip(ss, ns, strict=True)]
+            )
             target = (first[:, None] + torch.arange(count)).view(self.batch, self.kv_heads, count).to(k.device)
             for pool, new in planes:
-                pool[target] = new  # type: ignore[assignment]
+                pool[target] = new
         self.lengths = [[n + count for n in row] for row in self.lengths]
 
     def reserve(self, rows: int) -> None:
@@ -162,7 +166,9 @@ class RowStore:
             kept_positions = self.positions[source]
         capacity = [[_pages(n) for n in row] for row in lengths]
         starts = _starts(capacity)
-        target = (torch.tensor(starts, device=index.device)[..., None] + torch.arange(index.shape[-1], device=index.device))[live]
+        target = (
+            torch.tensor(starts, device=index.device)[..., None] + torch.arange(index.shape[-1], device=index.device)
+        )[live]
         size = sum(map(sum, capacity))
         self.keys = _scatter(self.keys[source], target, size)
         self.values = _scatter(self.values[source], target, size)
@@ -231,6 +237,9 @@ class RowStore:
             scale: Factor on the logits.
             softcap: The model's soft cap.
             last: Only the newest ``last`` rows of a uniform store.
+
+        Returns:
+            Output and log-sum-exp.
         """
         if not self.is_uniform:
             return attend_ragged(q, self.keys, self.values, self.starts, self.lengths, scale=scale, softcap=softcap)
@@ -254,9 +263,13 @@ class RowStore:
             for head in range(self.kv_heads):
                 heads = slice(head * group, (head + 1) * group)
                 found = received_attention(
-                    q[row : row + 1, heads], self.run(self.keys, row, head)[None, None], lse[row : row + 1, heads],
-                    scale=scale, softcap=softcap, causal=True,
-                )  # fmt: skip
+                    q[row : row + 1, heads],
+                    self.run(self.keys, row, head)[None, None],
+                    lse[row : row + 1, heads],
+                    scale=scale,
+                    softcap=softcap,
+                    causal=True,
+                )
                 self.run(self.mass, row, head).add_(found[0, 0])
 
     def check(self) -> None:
@@ -273,7 +286,9 @@ class RowStore:
         end = 0
         for start, cap, n in runs:
             if start < end or not 0 <= n <= cap:
-                raise CacheStateError(f"runs must be disjoint and hold their rows, got start {start}, rows {n}, room {cap}")
+                raise CacheStateError(
+                    f"runs must be disjoint and hold their rows, got start {start}, rows {n}, room {cap}"
+                )
             end = start + cap
         for name, pool in self.tensors():
             if pool.shape[0] != end:
@@ -303,7 +318,11 @@ class RowStore:
             self._shared = False
 
     def _make_room(self, count: int, *, exact: bool = False) -> None:
-        if all(n + count <= cap for ns, cs in zip(self.lengths, self.capacity, strict=True) for n, cap in zip(ns, cs, strict=True)):
+        if all(
+            n + count <= cap
+            for ns, cs in zip(self.lengths, self.capacity, strict=True)
+            for n, cap in zip(ns, cs, strict=True)
+        ):
             self._own()
             return
         first = self.longest == 0

@@ -64,12 +64,26 @@ def restore_layer(layer: CacheLayer, tensors: dict[str, Tensor], facts: dict[str
 def _restore_lane(layer: CacheLayer, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Lane:
     own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.partition(".")[0] == str(index)}
     store = RowStore(
-        facts["batch"], facts["kv_heads"], own["keys"], own["values"], track_mass=Need.ATTENTION_MASS in layer.needs
+        facts["batch"],
+        facts["kv_heads"],
+        own["keys"],
+        own["values"],
+        track_mass=Need.ATTENTION_MASS in layer.needs,
     )
-    store.restore({name: own.get(name) for name in ("keys", "values", "positions", "mass")}, facts["lengths"], facts["capacity"])
+    store.restore(
+        {name: own.get(name) for name in ("keys", "values", "positions", "mass")},
+        facts["lengths"],
+        facts["capacity"],
+    )
     store.base = int(facts["base"])
     observed = Observations(
-        needs=layer.needs, query_window=layer.query_window, queries=own.get("queries"), total=own.get("total"),
-        outer=own.get("outer"), count=int(facts["moment_count"]), end=int(facts["queries_end"]),
-    )  # fmt: skip
-    return Lane(store=store, observed=observed, **{name: int(facts[name]) for name in _LANE_FACTS})
+        needs=layer.needs,
+        query_window=layer.query_window,
+        queries=own.get("queries"),
+        total=own.get("total"),
+        outer=own.get("outer"),
+        count=int(facts["moment_count"]),
+        end=int(facts["queries_end"]),
+    )
+    seen, fixed, decoded = (int(facts[name]) for name in _LANE_FACTS)
+    return Lane(store=store, observed=observed, seen=seen, fixed=fixed, decoded=decoded)

@@ -95,7 +95,8 @@ class Budget:
         """Read the ``keep`` of a policy: an int counts tokens, a float is a share, text may carry a unit of bytes.
 
         Args:
-            keep: ``1024``, ``0.25``, ``"25%"``, ``"64MiB"`` or a :class:`Budget`. ``1`` is one token, ``1.0`` everything.
+            keep: ``1024``, ``0.25``, ``"25%"``, ``"64MiB"`` or a :class:`Budget`; ``1`` is one token, ``1.0``
+                everything.
 
         Returns:
             The budget.
@@ -148,7 +149,12 @@ class Budget:
             count = int(self.amount) // row_nbytes - slack_rows
             if count < 1:
                 raise ConfigError(
-                    must_be("keep", f"at least {(1 + slack_rows) * row_nbytes} bytes (one token of this model)", str(self), "raise it")
+                    must_be(
+                        "keep",
+                        f"at least {(1 + slack_rows) * row_nbytes} bytes (one token of this model)",
+                        str(self),
+                        "raise it",
+                    )
                 )
         return min(seen_tokens, max(minimum, count))
 

@@ -55,6 +55,9 @@ class Entry:
     def load(self) -> type:
         """Import the class.
 
+        Returns:
+            The method.
+
         Raises:
             DataError: If the target of an outside package cannot be imported or has another role.
         """
@@ -98,7 +101,9 @@ def methods(role: str | None = None) -> tuple[Entry, ...]:
             raise DataError(f"method {point.name!r} of {point.value!r} clashes with one of the same name; rename it")
         kind = getattr(point.load(), "role", None)
         if kind not in ("evict", "allocate"):
-            raise DataError(f"method {point.name!r} of {point.value!r} must have role 'evict' or 'allocate', has {kind!r}")
+            raise DataError(
+                f"method {point.name!r} of {point.value!r} must have role 'evict' or 'allocate', has {kind!r}"
+            )
         names.add(point.name)
         entries.append(Entry(point.name, kind, point.value))
     return tuple(entry for entry in entries if role in (None, entry.role))

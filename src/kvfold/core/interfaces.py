@@ -139,7 +139,7 @@ class Allocator(ABC):
     """Whether heads of one layer may get different counts."""
 
     def layer_tokens(self, keep: int, seen_tokens: int, layer_idx: int, num_layers: int, protected: int) -> int:
-        """Return the tokens per KV head of one layer; the mean over layers stays ``keep``.
+        """Say how many tokens each KV head of one layer keeps; the mean over layers stays ``keep``.
 
         Args:
             keep: Tokens per KV head that the budget allows on average.
@@ -147,13 +147,16 @@ class Allocator(ABC):
             layer_idx: Index among the compressed layers.
             num_layers: Number of compressed layers.
             protected: Tokens that always stay in each head.
+
+        Returns:
+            Tokens per KV head of this layer.
         """
         del seen_tokens, layer_idx, num_layers, protected
         return keep
 
     @abstractmethod
     def head_counts(self, scores: Tensor, protected: Tensor, keep: int, layer_idx: int) -> Tensor:
-        """Return how many rows each KV head keeps.
+        """Say how many rows each KV head keeps.
 
         Args:
             scores: ``[batch, kv_heads, rows]`` float32, ``-inf`` where a head has no such row.

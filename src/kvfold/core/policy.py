@@ -82,7 +82,9 @@ class Policy:
         floor = min(seen_tokens, self.protected_tokens)
         if keep < floor and self.budget.kind == "nbytes":
             rule = f"at least {(floor + slack_rows) * row_nbytes} bytes (sink_tokens + recent_tokens of this model)"
-            raise ConfigError(must_be("keep", rule, str(self.budget), "raise it, or lower sink_tokens and recent_tokens"))
+            raise ConfigError(
+                must_be("keep", rule, str(self.budget), "raise it, or lower sink_tokens and recent_tokens")
+            )
         return max(keep, floor)
 
     def __str__(self) -> str:
@@ -152,7 +154,11 @@ def _build(call: Call) -> Policy:
     entry = catalogue.find(call.name, "evict")
     if params.get("keep") is None:
         raise ConfigError(f"{call.name} needs keep; give a fraction, tokens or bytes, e.g. {call.name}(keep=0.25)")
-    common = {key: params.pop(key) for key in ("keep", "allocator", "sink_tokens", "recent_tokens", "chunk", "every") if key in params}
+    common = {
+        key: params.pop(key)
+        for key in ("keep", "allocator", "sink_tokens", "recent_tokens", "chunk", "every")
+        if key in params
+    }
     evictor: Evictor = _construct(entry, params)
     budget = Budget.parse(common["keep"])
     wanted = common.get("allocator") or evictor.default_allocator
@@ -163,12 +169,17 @@ def _build(call: Call) -> Policy:
     recent = max(recent, evictor.observed_tokens)
     chunk, every = common.get("chunk", evictor.default_chunk), common.get("every")
     if allocator.per_head and not evictor.per_head:
-        raise ConfigError(f"allocator {allocator_call.name} gives heads different tokens, but {call.name} keeps one set for all; use uniform")
+        raise ConfigError(
+            f"allocator {allocator_call.name} gives heads different tokens, but {call.name} keeps one set for all; "
+            "use uniform"
+        )
     if budget.kind == "tokens" and budget.amount < sinks + recent:
         fix = "raise it, or lower sink_tokens and recent_tokens"
         raise ConfigError(must_be("keep", f"at least sink_tokens + recent_tokens = {sinks + recent}", str(budget), fix))
     if Need.REPLAY in evictor.needs | evictor.extra_needs and (chunk or every):
-        raise ConfigError(f"{call.name} reads the whole context again when the prompt ends; chunk and every must be left out")
+        raise ConfigError(
+            f"{call.name} reads the whole context again when the prompt ends; chunk and every must be left out"
+        )
     return Policy(
         method=call.name,
         evictor=evictor,

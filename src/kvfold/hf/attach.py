@@ -44,15 +44,16 @@ def attach(model: PreTrainedModel, policy: str | Policy, **params: Any) -> Itera
     read_model(model)
     stock = prepare(model)
     inherited = model.__dict__.get("generate")
-    model.generate = _compressing(model, chosen, model.generate)  # type: ignore[method-assign]
+    # an attribute of this one instance, which hides the method of its class; other models are not touched
+    setattr(model, "generate", _compressing(model, chosen, getattr(model, "generate")))  # noqa: B009, B010
     try:
         yield model
     finally:
         restore(model, stock)
         if inherited is None:
-            del model.generate
+            delattr(model, "generate")
         else:
-            model.generate = inherited
+            setattr(model, "generate", inherited)  # noqa: B010
 
 
 def _compressing(model: PreTrainedModel, policy: Policy, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +89,11 @@ def _replayed(cache: Cache, prompt: Tensor, config: GenerationConfig | None, kwa
         raise UnsupportedError(f"{cache.policy.method} reads the context again and needs input_ids, got inputs_embeds")
     mask = kwargs.get("attention_mask")
     if prompt.shape[1] > 1:
-        cache.prefill(prompt[:, :-1], None if mask is None else mask[:, :-1], chunk_size=_setting("prefill_chunk_size", config, kwargs))
+        cache.prefill(
+            prompt[:, :-1],
+            None if mask is None else mask[:, :-1],
+            chunk_size=_setting("prefill_chunk_size", config, kwargs),
+        )
     copies = max(_setting("num_beams", config, kwargs) or 1, _setting("num_return_sequences", config, kwargs) or 1)
     if copies > 1:
         cache.batch_repeat_interleave(copies)
@@ -106,6 +111,7 @@ def _refuse_other_caches(model: PreTrainedModel, config: GenerationConfig | None
         value = kwargs.get(name, getattr(config, name, None))
         if value is not None and (refused is None or value is refused):
             raise UnsupportedError(
-                f"{name}={value!r} cannot be combined with kvfold.attach on {type(model).__name__}: the policy's own cache is used; "
+                f"{name}={value!r} cannot be combined with kvfold.attach on {type(model).__name__}: the policy's own "
+                "cache is used; "
                 f"leave {name} out"
             )

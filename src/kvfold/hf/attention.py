@@ -64,13 +64,19 @@ def tag(keys: Tensor, layer: LayerView) -> Tensor:
 
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     if stock in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[stock]  # type: ignore[no-any-return]
+        return ALL_ATTENTION_FUNCTIONS[stock]
     # eager attention is no entry of the registry: each model's file has its own
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward")  # type: ignore[no-any-return]  # noqa: B009
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward")  # noqa: B009
 
 
 def _attention(
-    stock: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    stock: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend through the cache layer that the keys carry; without one, call the stock function unchanged."""
     layer: LayerView | None = getattr(key, _TAG, None)
@@ -78,32 +84,61 @@ def _attention(
         return _stock_attention(stock, module)(module, query, key, value, attention_mask, **kwargs)
     name = type(module).__name__
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise UnsupportedError(f"{name} was given an attention mask of its own; a compressed cache takes 2D padding masks alone")
+        raise UnsupportedError(
+            f"{name} was given an attention mask of its own; a compressed cache takes 2D padding masks alone"
+        )
     if module.training and kwargs.get("dropout"):
         raise UnsupportedError(f"{name} is in training with dropout; call model.eval() before generating with a cache")
     if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
-        raise UnsupportedError(f"{name} attends without causality or with a position bias; a compressed cache cannot serve it")
-    output = layer.attend(module, query, key, value, attention_mask, kwargs.get("scaling"), kwargs.get("softcap"), kwargs.get("s_aux"))
+        raise UnsupportedError(
+            f"{name} attends without causality or with a position bias; a compressed cache cannot serve it"
+        )
+    output = layer.attend(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        kwargs.get("scaling"),
+        kwargs.get("softcap"),
+        kwargs.get("s_aux"),
+    )
     return output.transpose(1, 2).contiguous(), None
 
 
 def _mask(
-    stock: str, batch_size: int, q_length: int, kv_length: int, *args: Any, attention_mask: Tensor | None = None,
-    use_vmap: bool = False, allow_is_causal_skip: bool = True, **kwargs: Any,
+    stock: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *args: Any,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
 ) -> Any:
     """For our caches: which new tokens are real, ``[batch, q_length]`` bool, or ``None``; else the stock mask."""
     if not isinstance(kv_length, CacheLength):
         return ALL_MASK_ATTENTION_FUNCTIONS[stock](
-            batch_size, q_length, kv_length, *args, attention_mask=attention_mask, use_vmap=use_vmap,
-            allow_is_causal_skip=allow_is_causal_skip, **kwargs,
-        )  # fmt: skip
+            batch_size,
+            q_length,
+            kv_length,
+            *args,
+            attention_mask=attention_mask,
+            use_vmap=use_vmap,
+            allow_is_causal_skip=allow_is_causal_skip,
+            **kwargs,
+        )
     if use_vmap or not allow_is_causal_skip:
-        raise UnsupportedError("the model asks for a mask that is not plainly causal; a compressed cache cannot serve it")
+        raise UnsupportedError(
+            "the model asks for a mask that is not plainly causal; a compressed cache cannot serve it"
+        )
     if attention_mask is None:
         return None
     if attention_mask.shape[-1] != kv_length:
         raise ShapeError(
-            f"attention_mask must cover the {int(kv_length)} tokens fed so far and now, got {attention_mask.shape[-1]}; "
+            f"attention_mask must cover the {int(kv_length)} tokens fed so far and now, "
+            f"got {attention_mask.shape[-1]}; "
             "extend it with ones for the tokens already in the cache"
         )
     valid = attention_mask[:, -q_length:].to(torch.bool)

@@ -43,7 +43,11 @@ class Cache(transformers.Cache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, policy: str | Policy = "dense", *, observe: str | Policy | Iterable[str | Policy] = ()
+        self,
+        model: PreTrainedModel,
+        policy: str | Policy = "dense",
+        *,
+        observe: str | Policy | Iterable[str | Policy] = (),
     ):
         """Make an empty cache.
 
@@ -148,13 +152,20 @@ class Cache(transformers.Cache):
             view.core.check()
         lengths = {view.core.columns for view in self.views}
         if len(lengths) > 1:
-            raise CacheStateError(f"layers must have been fed equally, got {sorted(lengths)} tokens; a forward call was cut short")
+            raise CacheStateError(
+                f"layers must have been fed equally, got {sorted(lengths)} tokens; a forward call was cut short"
+            )
 
     # filling --------------------------------------------------------------------------------------------------------
 
     def prefill(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
-        progress: Callable[[int, int], None] | None = None, replay_prompt: Tensor | None = None,
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        chunk_size: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        replay_prompt: Tensor | None = None,
     ) -> Cache:
         """Feed a prompt, in chunks if wanted, and compress when it ends.
 
@@ -220,7 +231,9 @@ class Cache(transformers.Cache):
             UnsupportedError: If it is not known where the prompt ends, or the policy evicts while decoding.
         """
         if self.policy.every is not None:
-            raise UnsupportedError("assisted decoding cannot undo evictions while decoding; build the policy without every")
+            raise UnsupportedError(
+                "assisted decoding cannot undo evictions while decoding; build the policy without every"
+            )
         if self._prompt_until is None and not self.policy.is_dense:
             raise UnsupportedError(
                 "assisted decoding needs to know where the prompt ends; generate inside kvfold.attach(), or inside "
@@ -261,7 +274,10 @@ class Cache(transformers.Cache):
         return copy
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens: ``-n`` removes n of them.
+        """Forget the newest tokens.
+
+        Args:
+            tokens_to_remove: ``-n`` removes n tokens.
 
         Raises:
             CacheStateError: If tokens have been evicted since; fork before a step that may have to be undone.
@@ -290,9 +306,13 @@ class Cache(transformers.Cache):
         if self.context_ids is not None:
             tensors["context_ids"] = self.context_ids
         header = {
-            "kvfold": __version__, **versions(), "model": fingerprint(self.model), "policy": str(self.policy),
-            "observe": [str(one) for one in self.observed], "layers": layers,
-        }  # fmt: skip
+            "kvfold": __version__,
+            **versions(),
+            "model": fingerprint(self.model),
+            "policy": str(self.policy),
+            "observe": [str(one) for one in self.observed],
+            "layers": layers,
+        }
         io.write(path, tensors or {_EMPTY: torch.zeros(1)}, header)
 
     @classmethod
@@ -311,7 +331,10 @@ class Cache(transformers.Cache):
         """
         tensors, header = io.read(path)
         if header.get("model") != fingerprint(model):
-            raise DataError(f"{str(path)!r} belongs to another model (config or weights differ); load the model that it was saved with")
+            raise DataError(
+                f"{str(path)!r} belongs to another model (config or weights differ); load the model that it was "
+                "saved with"
+            )
         cache = cls(model, header["policy"], observe=header["observe"])
         cache.context_ids = tensors.get("context_ids")
         devices = feeding.layer_devices(model, len(cache.facts.layers))
@@ -320,20 +343,38 @@ class Cache(transformers.Cache):
             own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
             placed = {name: tensor.to(devices[index]) for name, tensor in own.items()}
             if any(t.dtype != model.dtype for n, t in placed.items() if n.endswith((".keys", ".values"))):
-                raise DataError(f"{str(path)!r} was saved in another dtype than the model's {model.dtype}; load the model in that dtype")
+                raise DataError(
+                    f"{str(path)!r} was saved in another dtype than the model's {model.dtype}; load the model in "
+                    "that dtype"
+                )
             restore_layer(view.core, placed, header["layers"].get(str(index), {}))
         return cache
 
     # the protocol of transformers -----------------------------------------------------------------------------------
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Tie new keys and values to their layer; called by the model.
+
+        Args:
+            key_states: ``[batch, kv_heads, count, head_dim]``.
+            value_states: ``[batch, kv_heads, count, value_dim]``.
+            layer_idx: Index of the layer.
+            *args: Passed on.
+            **kwargs: Passed on.
+
+        Returns:
+            The same keys, tied to the layer, and values.
 
         Raises:
             CacheStateError: If the model's attention no longer goes through kvfold.
         """
         if not is_prepared(self.model):
-            raise CacheStateError("the model's attention no longer goes through kvfold; use the cache inside kvfold.attach() or make it outside")
+            raise CacheStateError(
+                "the model's attention no longer goes through kvfold; use the cache inside kvfold.attach(), or make "
+                "it outside"
+            )
         updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return updated
 

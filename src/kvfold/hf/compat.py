@@ -15,12 +15,15 @@ from kvfold.core.errors import UnsupportedError
 
 @memoize
 def cache_kwarg() -> str:
-    """Return the name under which models and ``generate`` take a cache: ``cache``, or ``past_key_values`` before 5.24."""
+    """Return the name under which models take a cache: ``cache``, or ``past_key_values`` before 5.24."""
     return "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
 def placeholder_layer() -> Any:
     """Return a cache layer that holds nothing, for a layer of a model that has no cache between ones that have.
+
+    Returns:
+        The layer.
 
     Raises:
         UnsupportedError: If this version of transformers has no such layer.
@@ -28,7 +31,8 @@ def placeholder_layer() -> Any:
     kind = getattr(cache_utils, "DummyLayer", None)
     if kind is None:
         raise UnsupportedError(
-            f"transformers {transformers.__version__} cannot mix layers with and without a cache; upgrade it to 5.24 or newer"
+            f"transformers {transformers.__version__} cannot mix layers with and without a cache; upgrade it to 5.24 "
+            "or newer"
         )
     return kind()
 

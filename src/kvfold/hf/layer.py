@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.cache.layer import CacheLayer
 from kvfold.cache.spec import AttentionCall, LayerSpec
-from kvfold.core.errors import ShapeError, UnsupportedError
+from kvfold.core.errors import CacheStateError, ShapeError, UnsupportedError
 from kvfold.core.types import Need, Visibility
 from kvfold.hf.attention import CacheLength, tag
 from kvfold.hf.models import output_weight
@@ -35,7 +36,7 @@ class LayerView(CacheLayerMixin):
 
     def __init__(self, owner: Cache, layer_idx: int, visibility: Visibility, kind: str | None):
         """Make an empty layer of a cache."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         facts, compressed = owner.facts, owner.facts.compressed
         spec = LayerSpec(
             layer_idx=layer_idx,
@@ -44,11 +45,20 @@ class LayerView(CacheLayerMixin):
             num_compressed=len(compressed),
             visibility=visibility,
         )
-        self.owner, self.kind = owner, kind
+        # a strong reference back would keep a dropped cache's memory until the next garbage collection
+        self._owner, self.kind = weakref.ref(owner), kind
         self.is_sliding = not visibility.is_full
         self.core = CacheLayer(spec, owner.needs, owner.query_window)
         self._pending = False
         self._extras: dict[str, Any] | None = None
+
+    @property
+    def owner(self) -> Cache:
+        """The cache that this layer belongs to."""
+        owner = self._owner()
+        if owner is None:
+            raise CacheStateError("a layer must not outlive its cache; keep a reference to the cache")
+        return owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: rows are allocated as they come."""
@@ -58,7 +68,10 @@ class LayerView(CacheLayerMixin):
         del args, kwargs
         self.require_attended()
         if key_states.dtype not in _DTYPES:
-            raise UnsupportedError(f"cache dtype must be float32, float16 or bfloat16, got {key_states.dtype}; load the model in one of them")
+            raise UnsupportedError(
+                f"cache dtype must be float32, float16 or bfloat16, got {key_states.dtype}; load the model "
+                "in one of them"
+            )
         self._pending = True
         return tag(key_states, self), value_states
 
@@ -70,19 +83,29 @@ class LayerView(CacheLayerMixin):
         """
         if self._pending:
             raise UnsupportedError(
-                f"layer {self.core.spec.layer_idx} of the model does not hand its cached keys to the attention registry; "
-                "kvfold cannot serve this model"
+                f"layer {self.core.spec.layer_idx} of the model does not hand its cached keys to the attention "
+                "registry; kvfold cannot serve this model"
             )
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float | None,
-        softcap: float | None, sinks: Tensor | None,
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Append the pending keys and values and attend; called by the registered attention function."""
         call = AttentionCall(
-            scale=query.shape[-1] ** -0.5 if scale is None else scale, visibility=self.core.spec.visibility, softcap=softcap,
-            sinks=sinks, **self._extras_of(module),
-        )  # fmt: skip
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            visibility=self.core.spec.visibility,
+            softcap=softcap,
+            sinks=sinks,
+            **self._extras_of(module),
+        )
         valid = None if valid is None else valid.to(query.device)
         if query.shape[1] % key.shape[1]:
             raise ShapeError(f"query heads must be a multiple of KV heads, got {query.shape[1]} and {key.shape[1]}")
@@ -92,13 +115,22 @@ class LayerView(CacheLayerMixin):
         self._pending = False
         prompt, ends = self.owner.prompt_part(self.core.columns, query.shape[2])
         return self.core.forward(
-            query, key, value, call, self.owner.acting, valid=valid, prompt=prompt, prompt_ends=ends, replay=self.owner.replay
+            query,
+            key,
+            value,
+            call,
+            self.owner.acting,
+            valid=valid,
+            prompt=prompt,
+            prompt_ends=ends,
+            replay=self.owner.replay,
         )
 
     def _extras_of(self, module: nn.Module) -> dict[str, Any]:
         """Supply what the method asks of the model itself; looked up once."""
         if self._extras is None:
-            needs, extras = self.core.needs, {}
+            needs = self.core.needs
+            extras: dict[str, Any] = {}
             if Need.ROPE in needs or Need.QUERY_MOMENTS in needs:
                 extras["rope"] = rotary_of(self.owner.model, module, self.kind)
             if Need.OUTPUT_WEIGHT in needs:

@@ -37,7 +37,9 @@ class ModelFacts:
     @property
     def compressed(self) -> tuple[int, ...]:
         """Indices of the layers that are compressed: those that see everything and are read by themselves alone."""
-        return tuple(i for i, seen in enumerate(self.layers) if seen is not None and seen.is_full and i not in self.shared)
+        return tuple(
+            i for i, seen in enumerate(self.layers) if seen is not None and seen.is_full and i not in self.shared
+        )
 
 
 def read_model(model: PreTrainedModel) -> ModelFacts:
@@ -55,19 +57,26 @@ def read_model(model: PreTrainedModel) -> ModelFacts:
             way that is not known.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}; load it with AutoModelForCausalLM")
+        raise ConfigError(
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}; load it with "
+            "AutoModelForCausalLM"
+        )
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder; kvfold compresses decoder-only models")
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
     if not count or not getattr(config, "num_attention_heads", None):
-        raise UnsupportedError(f"{name} has no attention layers that cache keys and values; there is nothing to compress")
+        raise UnsupportedError(
+            f"{name} has no attention layers that cache keys and values; there is nothing to compress"
+        )
     kinds = getattr(config, "layer_types", None) or [_inferred_kind(config)] * count
     layers = tuple(_visibility(kind, config, name) for kind in kinds)
     layers, shared = _sharing(config, layers)
     if not any(layers):
-        raise UnsupportedError(f"{name} has no attention layers that cache keys and values; there is nothing to compress")
+        raise UnsupportedError(
+            f"{name} has no attention layers that cache keys and values; there is nothing to compress"
+        )
     return ModelFacts(config, layers, shared, getattr(config, "max_position_embeddings", None))
 
 
@@ -87,8 +96,8 @@ def _visibility(kind: str, config: PreTrainedConfig, name: str) -> Visibility | 
     if kind in _NO_ATTENTION:
         return None
     raise UnsupportedError(
-        f"{name} has layers of kind {kind!r}, whose state is not a cache of keys and values; kvfold serves full, sliding "
-        "and chunked attention"
+        f"{name} has layers of kind {kind!r}, whose state is not a cache of keys and values; kvfold serves full, "
+        "sliding and chunked attention"
     )
 
 
@@ -126,7 +135,13 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def output_weight(module: nn.Module) -> torch.Tensor:
-    """Return the weight of an attention module's output projection, ``[hidden, q_heads * value_dim]``.
+    """Find the weight of an attention module's output projection.
+
+    Args:
+        module: The attention module.
+
+    Returns:
+        ``[hidden, q_heads * value_dim]``.
 
     Raises:
         UnsupportedError: If the module has none under a usual name.
@@ -135,4 +150,6 @@ def output_weight(module: nn.Module) -> torch.Tensor:
         weight = getattr(getattr(module, name, None), "weight", None)
         if isinstance(weight, torch.Tensor):
             return weight.T if name == "c_proj" else weight
-    raise UnsupportedError(f"{type(module).__name__} has no output projection under a usual name; criticalkv cannot be used")
+    raise UnsupportedError(
+        f"{type(module).__name__} has no output projection under a usual name; criticalkv cannot be used"
+    )

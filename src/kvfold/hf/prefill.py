@@ -29,6 +29,10 @@ REPLAY_SINKS = 4
 def check_prompt(cache: Cache, columns: int) -> None:
     """Refuse an empty prompt, or one that does not fit the model's context.
 
+    Args:
+        cache: Where the prompt would go.
+        columns: Its tokens, padding included.
+
     Raises:
         ConfigError: In both cases.
     """
@@ -37,32 +41,52 @@ def check_prompt(cache: Cache, columns: int) -> None:
     limit, total = cache.facts.max_tokens, cache.get_seq_length() + columns
     if limit is not None and total > limit:
         raise ConfigError(
-            must_be("prompt", f"at most {limit} tokens, the model's context", total, "shorten it or take a model with a longer context")
+            must_be(
+                "prompt",
+                f"at most {limit} tokens, the model's context",
+                total,
+                "shorten it or take a model with a longer context",
+            )
         )
 
 
 @torch.no_grad()
 def prefill(
-    cache: Cache, input_ids: Tensor, attention_mask: Tensor | None, chunk_size: int | None,
-    progress: Callable[[int, int], None] | None, replay_prompt: Tensor | None,
+    cache: Cache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    chunk_size: int | None,
+    progress: Callable[[int, int], None] | None,
+    replay_prompt: Tensor | None,
 ) -> None:
     """Feed a prompt; see :meth:`kvfold.Cache.prefill`."""
     if input_ids.ndim != 2:
-        raise ShapeError(must_be("input_ids", "[batch, tokens]", list(input_ids.shape), "add a batch axis with input_ids[None]"))
+        raise ShapeError(
+            must_be("input_ids", "[batch, tokens]", list(input_ids.shape), "add a batch axis with input_ids[None]")
+        )
     past, total = cache.get_seq_length(), input_ids.shape[1]
     check_prompt(cache, total)
     if chunk_size is not None and chunk_size < 1:
         raise ConfigError(must_be("chunk_size", "at least 1", chunk_size, "leave it out for one call"))
     if attention_mask is not None and attention_mask.shape[1] != past + total:
-        raise ShapeError(must_be("attention_mask", f"[batch, {past + total}]", list(attention_mask.shape), "cover all tokens fed so far and now"))
+        raise ShapeError(
+            must_be(
+                "attention_mask",
+                f"[batch, {past + total}]",
+                list(attention_mask.shape),
+                "cover all tokens fed so far and now",
+            )
+        )
     replays = Need.REPLAY in cache.needs
     if replays:
         if past:
-            raise UnsupportedError(f"{cache.policy} reads its whole context again, so it takes one prompt; use a new cache for it")
+            raise UnsupportedError(
+                f"{cache.policy} reads its whole context again, so it takes one prompt; use a new cache for it"
+            )
         remembered = input_ids if attention_mask is None else input_ids.masked_fill(attention_mask == 0, -1)
         cache.context_ids = remembered.to("cpu", torch.int32)
         cache.replay_prompt = replay_prompt
-    device = cache.model.get_input_embeddings().weight.device
+    device = _input_device(cache.model)
     step = chunk_size or total
     with cache.prompt(total), cache.hold() if Need.REPLAY in cache.policy.needs else nullcontext():
         for start in range(0, total, step):
@@ -92,6 +116,9 @@ def _masked(attention_mask: Tensor | None, count: int) -> dict[str, Tensor]:
 def replay_context(cache: Cache) -> None:
     """Let the model read each sequence's context again, in chunks, and record the attention that its rows receive.
 
+    Args:
+        cache: The cache; its rows are not changed.
+
     Raises:
         CacheStateError: If the cache does not know its context's tokens.
     """
@@ -111,7 +138,7 @@ def _replay_row(cache: Cache, row: int, context: Tensor) -> None:
     alone = cache.fork()
     for view in alone.views:
         view.core.select([row])
-    device = cache.model.get_input_embeddings().weight.device
+    device = _input_device(cache.model)
     for start in range(0, context.shape[0], REPLAY_CHUNK):
         stop = min(context.shape[0], start + REPLAY_CHUNK)
         alone.replay = Replay(min(REPLAY_SINKS, start), start, stop)
@@ -130,10 +157,20 @@ def _replay_row(cache: Cache, row: int, context: Tensor) -> None:
         lane.replay_mass[index] = found[0]
 
 
+def _input_device(model: PreTrainedModel) -> torch.device:
+    """Return the device that token ids go to."""
+    return next(model.get_input_embeddings().parameters()).device
+
+
 def layer_devices(model: PreTrainedModel, count: int) -> list[torch.device]:
     """Return the device on which each layer's attention runs."""
     stack = next(
-        (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count and hasattr(m[0], "self_attn")), None
+        (
+            m
+            for m in model.modules()
+            if isinstance(m, torch.nn.ModuleList) and len(m) == count and hasattr(m[0], "self_attn")
+        ),
+        None,
     )
     if stack is None:
         return [model.device] * count

@@ -31,14 +31,19 @@ def rotary_of(model: PreTrainedModel, module: nn.Module, layer_type: str | None)
     if getattr(module, "use_rope", True) is False:
         return None
     name = type(model).__name__
-    embedding = next((m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and "ision" not in type(m).__name__), None)
+    embedding = next(
+        (m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and "ision" not in type(m).__name__),
+        None,
+    )
     if embedding is None:
         raise UnsupportedError(f"{name} has no rotary embedding; use a method or setting that does not need one")
     per_kind = not hasattr(embedding, "inv_freq")
     kind = getattr(embedding, "rope_type", "default")
     kind = kind.get(layer_type, "default") if isinstance(kind, dict) else kind
     if kind in _CHANGING:
-        raise UnsupportedError(f"{name} has {kind!r} rotary scaling, whose frequencies change with length; use rope_frame=post")
+        raise UnsupportedError(
+            f"{name} has {kind!r} rotary scaling, whose frequencies change with length; use rope_frame=post"
+        )
     prefix = f"{layer_type}_" if per_kind else ""
     inv_freq = getattr(embedding, f"{prefix}inv_freq", None)
     if inv_freq is None:
@@ -68,4 +73,6 @@ def _agrees(rotary: Rotary, embedding: nn.Module, module: nn.Module, layer_type:
         found = apply(rows, rows, cos, sin)[0]
     except (TypeError, RuntimeError, ValueError):
         return False
-    return found.shape == rows.shape and torch.allclose(found.float(), rotary.rotate(rows, positions[:, None]), atol=1e-4)
+    return found.shape == rows.shape and torch.allclose(
+        found.float(), rotary.rotate(rows, positions[:, None]), atol=1e-4
+    )

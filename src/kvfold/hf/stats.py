@@ -61,7 +61,9 @@ def gather_stats(cache: Cache) -> CacheStats:
     per_layer = [[row for lane in core.lanes for row in lane.store.lengths] for core in compressed]
     heads = [count for rows in per_layer for row in rows for count in row]
     batch = len(per_layer[0]) if per_layer else 0
-    means = [sum(sum(rows[row]) for rows in per_layer) / sum(len(rows[row]) for rows in per_layer) for row in range(batch)]
+    means = [
+        sum(sum(rows[row]) for rows in per_layer) / sum(len(rows[row]) for rows in per_layer) for row in range(batch)
+    ]
     return CacheStats(
         policy=str(cache.policy),
         nbytes=nbytes,

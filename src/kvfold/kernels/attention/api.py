@@ -98,8 +98,8 @@ def attend_ragged(
             heads = slice(head * group, (head + 1) * group)
             part = attend(
                 q[row : row + 1, heads],
-                keys[first : first + count].view(1, 1, count, -1),
-                values[first : first + count].view(1, 1, count, -1),
+                keys[None, None, first : first + count],
+                values[None, None, first : first + count],
                 scale=scale,
                 softcap=softcap,
                 impl=impl,
@@ -111,9 +111,14 @@ def attend_ragged(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ShapeError(f"q, k, v must be [batch, heads, len, dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
+        raise ShapeError(
+            f"q, k, v must be [batch, heads, len, dim], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ShapeError(f"k and v must match q in batch and head_dim and each other in rows, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
+        raise ShapeError(
+            f"k and v must match q in batch and head_dim and each other in rows, got q {list(q.shape)}, "
+            f"k {list(k.shape)}, v {list(v.shape)}"
+        )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ShapeError(f"q_heads must be a multiple of kv_heads, got {q.shape[1]} and {k.shape[1]}")
     if q.dtype != k.dtype or k.dtype != v.dtype:

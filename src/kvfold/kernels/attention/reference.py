@@ -11,7 +11,14 @@ _TILE_ELEMENTS = 1 << 24  # logits held at once; 64 MiB in float32
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None, bias: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None,
+    bias: Tensor | None,
     softcap: float | None,
 ) -> AttentionOutput:
     """Compute :func:`kvfold.kernels.attention.attend` in plain torch."""
@@ -39,8 +46,8 @@ def attend(
         output[..., start:stop, :] = (weights @ values).to(q.dtype)
         lse[..., start:stop] = tile_lse
     return AttentionOutput(
-        output.view(batch, q_heads, q_len, value_dim), lse.view(batch, q_heads, q_len).float() if work != torch.float64
-        else lse.view(batch, q_heads, q_len)
+        output.view(batch, q_heads, q_len, value_dim),
+        lse.view(batch, q_heads, q_len).float() if work != torch.float64 else lse.view(batch, q_heads, q_len),
     )
 
 

@@ -70,5 +70,7 @@ def window_attention(
         ShapeError: If ``positions`` does not match ``k``.
     """
     if positions.shape != k.shape[:3]:
-        raise ShapeError(f"positions must be [batch, kv_heads, kv_len] = {list(k.shape[:3])}, got {list(positions.shape)}")
+        raise ShapeError(
+            f"positions must be [batch, kv_heads, kv_len] = {list(k.shape[:3])}, got {list(positions.shape)}"
+        )
     return reference.window_attention(q, k, positions, first_position, scale=scale, softcap=softcap, sinks=sinks)

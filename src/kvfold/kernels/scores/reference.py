@@ -11,7 +11,14 @@ _TILE_ELEMENTS = 1 << 23
 
 
 def received_attention(
-    q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float | None, causal: bool, reduce: Literal["sum", "max"],
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    reduce: Literal["sum", "max"],
 ) -> Tensor:
     """Compute :func:`kvfold.kernels.scores.received_attention` in plain torch."""
     batch, q_heads, q_len, _ = q.shape
@@ -36,7 +43,14 @@ def received_attention(
 
 
 def window_attention(
-    q: Tensor, k: Tensor, positions: Tensor, first_position: int, *, scale: float, softcap: float | None, sinks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    first_position: int,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute :func:`kvfold.kernels.scores.window_attention` in plain torch."""
     batch, q_heads, window, _ = q.shape

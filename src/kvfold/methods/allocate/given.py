@@ -50,9 +50,7 @@ class Given(Allocator):
         """Whether the table has shares of heads."""
         return isinstance(self.shares[0], tuple)
 
-    def layer_tokens(
-        self, keep: int, seen_tokens: int, layer_idx: int, num_layers: int, protected: int
-    ) -> int:
+    def layer_tokens(self, keep: int, seen_tokens: int, layer_idx: int, num_layers: int, protected: int) -> int:
         """Return the budget of one layer; see :class:`Allocator`.
 
         Args:
@@ -70,9 +68,7 @@ class Given(Allocator):
         """
         if len(self.shares) != num_layers:
             rule = f"a list with one entry per compressed layer, {num_layers} of them"
-            raise ConfigError(
-                must_be("shares", rule, f"{len(self.shares)} entries", "make the table for this model")
-            )
+            raise ConfigError(must_be("shares", rule, f"{len(self.shares)} entries", "make the table for this model"))
         weights = tuple(math.fsum(share) if isinstance(share, tuple) else share for share in self.shares)
         low = (min(protected, seen_tokens),) * num_layers
         return split(keep * num_layers, weights, low, (seen_tokens,) * num_layers)[layer_idx]
@@ -95,17 +91,13 @@ class Given(Allocator):
         kv_heads = scores.shape[1]
         if layer_idx >= len(self.shares):
             rule = f"a list with one entry per compressed layer, at least {layer_idx + 1} of them"
-            raise ConfigError(
-                must_be("shares", rule, f"{len(self.shares)} entries", "make the table for this model")
-            )
+            raise ConfigError(must_be("shares", rule, f"{len(self.shares)} entries", "make the table for this model"))
         row = self.shares[layer_idx]
         weights: tuple[float, ...] = row if isinstance(row, tuple) else (1.0,) * kv_heads
         if len(weights) != kv_heads:
             rule = f"[layers][{kv_heads}], one share per KV head"
             raise ConfigError(
-                must_be(
-                    "shares", rule, f"[{len(self.shares)}][{len(weights)}]", "make the table for this model"
-                )
+                must_be("shares", rule, f"[{len(self.shares)}][{len(weights)}]", "make the table for this model")
             )
         return split_over_heads(scores, protected, keep, weights)
 
@@ -116,9 +108,7 @@ def _read(file: object) -> Any:
     try:
         return json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(
-            f"file must be readable, got {str(file)!r}: {error.strerror}; check the path"
-        ) from error
+        raise DataError(f"file must be readable, got {str(file)!r}: {error.strerror}; check the path") from error
     except ValueError as error:
         raise DataError(f"file must hold a JSON list, {str(file)!r} does not parse: {error}") from error
 
@@ -142,16 +132,9 @@ def _frozen(shares: object) -> tuple[Any, ...]:
 def _numbers(row: object) -> tuple[float, ...]:
     """Check one row."""
     if not isinstance(row, (list, tuple)) or not row:
-        raise ConfigError(
-            must_be("shares", "all numbers, or all lists of numbers that are not empty", row, _FIX)
-        )
+        raise ConfigError(must_be("shares", "all numbers, or all lists of numbers that are not empty", row, _FIX))
     for share in row:
-        valid = (
-            isinstance(share, (int, float))
-            and not isinstance(share, bool)
-            and math.isfinite(share)
-            and share >= 0
-        )
+        valid = isinstance(share, (int, float)) and not isinstance(share, bool) and math.isfinite(share) and share >= 0
         if not valid:
             raise ConfigError(must_be("shares", "finite numbers of at least 0", share, _FIX))
     return tuple(float(share) for share in row)

@@ -35,9 +35,7 @@ class Pyramid(Allocator):
         """Check the parameters."""
         check_whole("beta", self.beta, 1, "leave it out for 20")
 
-    def layer_tokens(
-        self, keep: int, seen_tokens: int, layer_idx: int, num_layers: int, protected: int
-    ) -> int:
+    def layer_tokens(self, keep: int, seen_tokens: int, layer_idx: int, num_layers: int, protected: int) -> int:
         """Return the budget of one layer; see :class:`Allocator`."""
         window = min(protected, seen_tokens)
         free = keep - window

@@ -9,9 +9,7 @@ from torch import Tensor
 
 
 @functools.lru_cache(maxsize=4096)
-def split(
-    total: int, weights: tuple[float, ...], low: tuple[int, ...], high: tuple[int, ...]
-) -> tuple[int, ...]:
+def split(total: int, weights: tuple[float, ...], low: tuple[int, ...], high: tuple[int, ...]) -> tuple[int, ...]:
     """Share ``total`` out in proportion to weights; what a bound takes from one part goes to the others.
 
     Args:
@@ -67,7 +65,6 @@ def split_over_heads(scores: Tensor, protected: Tensor, keep: int, weights: tupl
     least = (protected & held).sum(-1)
     total = keep * scores.shape[1]
     counts = [
-        split(total, weights, tuple(low), tuple(high))
-        for low, high in zip(least.tolist(), most.tolist(), strict=True)
+        split(total, weights, tuple(low), tuple(high)) for low, high in zip(least.tolist(), most.tolist(), strict=True)
     ]
     return torch.tensor(counts, dtype=torch.int64, device=scores.device).view(most.shape)

@@ -120,9 +120,7 @@ def _method(text: str) -> Evictor:
             raise ConfigError(f"{call.name} as base has no parameter {name!r}; its parameters: {own}")
     base: Evictor = loaded(**call.params)
     if not base.per_head or not (base.needs | base.extra_needs) & _ATTENTION:
-        raise ConfigError(
-            must_be("base", "a method that rates the tokens of each head by attention", text, fix)
-        )
+        raise ConfigError(must_be("base", "a method that rates the tokens of each head by attention", text, fix))
     return base
 
 

@@ -85,9 +85,7 @@ class ExpectedAttention(Evictor):
     def _expected_logits(self, ctx: ScoreContext) -> Tensor:
         """Log of the expected exponential of the logits, ``[batch, kv_heads, q_per_kv, kv_len]``."""
         if ctx.query_moments is None:
-            raise CacheStateError(
-                "expected_attention needs QUERY_MOMENTS and got none; the engine must supply them"
-            )
+            raise CacheStateError("expected_attention needs QUERY_MOMENTS and got none; the engine must supply them")
         batch, kv_heads, rows, head_dim = ctx.keys.shape
         mean, spread = ctx.query_moments.mean.float(), ctx.query_moments.covariance.float()
         if ctx.rope is not None:
@@ -105,6 +103,4 @@ class ExpectedAttention(Evictor):
                 logits = logits + ((grouped @ spread) * grouped).sum(-1) * (ctx.scale**2 / 2)
             return logits
 
-        return map_rows(
-            part_logits, rows, mean.numel() if self.use_covariance else batch * kv_heads * head_dim
-        )
+        return map_rows(part_logits, rows, mean.numel() if self.use_covariance else batch * kv_heads * head_dim)

@@ -36,9 +36,7 @@ class KeyDiff(Evictor):
     def __post_init__(self) -> None:
         """Check the parameters."""
         if self.block_size is not None:
-            check_whole(
-                "block_size", self.block_size, 1, "give tokens per block, e.g. 128, or None for one shot"
-            )
+            check_whole("block_size", self.block_size, 1, "give tokens per block, e.g. 128, or None for one shot")
 
     @property
     def default_chunk(self) -> int | None:

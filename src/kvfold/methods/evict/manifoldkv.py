@@ -47,9 +47,7 @@ class ManifoldKV(Evictor):
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_choice("rope_frame", self.rope_frame, ("post", "pre"), "leave it out for the published form")
-        check_choice(
-            "metric", self.metric, ("l2", "l1", "linf", "cosine"), "leave it out for the published l2"
-        )
+        check_choice("metric", self.metric, ("l2", "l1", "linf", "cosine"), "leave it out for the published l2")
 
     @property
     def extra_needs(self) -> Need:
@@ -118,9 +116,7 @@ class WindowedManifoldKV(ManifoldKV):
         return starts
 
 
-def _distance_in_parts(
-    keys: Tensor, positions: Tensor, cuts: list[int], rope: Rotary | None, metric: Metric
-) -> Tensor:
+def _distance_in_parts(keys: Tensor, positions: Tensor, cuts: list[int], rope: Rotary | None, metric: Metric) -> Tensor:
     """Rate each run of rows between ``cuts`` against its own mean."""
     bounds = [0, *cuts, keys.shape[2]]
     runs = [slice(first, last) for first, last in itertools.pairwise(bounds) if first < last]

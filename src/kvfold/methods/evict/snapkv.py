@@ -51,9 +51,7 @@ class SnapKV(Evictor):
         check_whole("kernel_size", self.kernel_size, 1, "give an odd number of rows, e.g. 5")
         if self.kernel_size % 2 == 0:
             fix = "take a neighbouring odd number"
-            raise ConfigError(
-                must_be("kernel_size", "odd, so that a window has a middle", self.kernel_size, fix)
-            )
+            raise ConfigError(must_be("kernel_size", "odd, so that a window has a middle", self.kernel_size, fix))
         check_choice("pooling", self.pooling, ("avg", "max"), "leave it out for avg")
 
     @property
