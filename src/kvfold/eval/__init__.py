@@ -1,0 +1,1 @@
+"""Evaluation: tasks, metrics, runs that can be resumed, statistics."""
