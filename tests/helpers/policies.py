@@ -1,0 +1,48 @@
+"""Policies for tiny prompts: every evicting method of the catalogue, with every allocator that it may go with."""
+
+from __future__ import annotations
+
+import kvfold
+from kvfold.core import catalogue
+
+SINKS, RECENT = 2, 4
+_OWN = {
+    "windowed_manifoldkv": "window=24",
+    "snapkv": "obs_window=4",
+    "pyramidkv": "obs_window=4",
+    "expected_attention": "future_positions=16",
+    "criticalkv": "base=snapkv(obs_window=4)",
+}
+"""Parameters that make a method work at the size of these tests."""
+ALLOCATORS = {
+    "uniform": "uniform",
+    "ada": "ada(safeguard=0.25)",
+    "pyramid": "pyramid(beta=3)",
+    "given": "given(shares=[[3, 1], [1, 2]])",
+}
+"""``given`` is made for two layers of two KV heads."""
+
+METHODS = [entry.name for entry in kvfold.methods("evict")]
+REPLAYING = ("kvzip",)
+ONE_FORWARD = [name for name in METHODS if name not in REPLAYING]
+"""Methods that act within a forward call, so that a bare call of the model is enough."""
+
+
+def text(method: str, keep: object, *, sinks: int = SINKS, recent: int = RECENT, **params: object) -> str:
+    """Write a policy with protection as small as these prompts are."""
+    shown = [f"keep={keep}", f"sink_tokens={sinks}", f"recent_tokens={recent}"]
+    shown += [f"{key}={value}" for key, value in params.items()]
+    return f"{method}({', '.join([*shown, *([_OWN[method]] if method in _OWN else [])])})"
+
+
+def per_head(method: str) -> bool:
+    return bool(catalogue.find(method, "evict").load().per_head)
+
+
+COMBINATIONS = [
+    (method, allocator)
+    for method in METHODS
+    for allocator in [entry.name for entry in kvfold.methods("allocate")]
+    if allocator in ("uniform", "pyramid") or per_head(method)
+]
+"""Every pair that may be built; ``given`` and ``ada`` give heads different counts."""
