@@ -99,7 +99,13 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, attn: 
                 parameter.data += 0.2 * torch.randn_like(parameter)
     model.set_attn_implementation("eager" if family in NO_SDPA else attn)
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None, bos_token_id=None)
-    return model.to(dtype).eval()
+    frequencies = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
+    model.to(dtype)
+    for name, buffer in frequencies.items():
+        # from_pretrained loads weights in the type asked for and leaves these in float32
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer.float())
+    return model.eval()
 
 
 @functools.lru_cache(maxsize=64)
