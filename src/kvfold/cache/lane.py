@@ -88,10 +88,14 @@ class Lane:
                 self.compress(policy, spec, call)
             if prompt_ends and at == prompt and not policy.is_dense and policy.every is None:
                 self.observed.forget()
+        if not pieces:
+            return q.new_empty(*q.shape[:3], v.shape[-1])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def compress(self, policy: Policy, spec: LayerSpec, call: AttentionCall) -> None:
-        """Evict what the policy does not keep."""
+        """Evict what the policy does not keep; a method that replays acts on the first prompt alone."""
+        if Need.REPLAY in policy.needs and self.replay_mass is None and self.fixed:
+            return
         if compress(self.store, policy, spec, call, self.seen, self.observed, self.replay_mass):
             self.fixed = self.seen
         self.replay_mass = None
@@ -186,6 +190,7 @@ class Lane:
             seen=self.seen,
             fixed=self.fixed,
             decoded=self.decoded,
+            replay_mass=self.replay_mass,
         )
 
     def _segments(

@@ -258,10 +258,30 @@ class Cache(transformers.Cache):
         if policy is not None:
             self.policy = build_policy(policy)
         if Need.REPLAY in self.policy.needs:
-            feeding.replay_context(self)
+            self.read_again()
         for view in self.views:
             if view.core.lanes and view.core.spec.order is not None:
                 view.core.compress(self.policy)
+        return self
+
+    def read_again(self) -> Cache:
+        """Let the model read its context again and remember what each row receives, unless that is known already.
+
+        Forks made afterwards share the result, so that many budgets of a replaying method cost one replay.
+
+        Returns:
+            This cache.
+
+        Raises:
+            CacheStateError: If this cache was not filled by one :meth:`prefill` that watched for such a method.
+        """
+        if any(
+            lane.replay_mass is None
+            for view in self.views
+            if view.core.spec.order is not None
+            for lane in view.core.lanes
+        ):
+            feeding.replay_context(self)
         return self
 
     def fork(self) -> Cache:

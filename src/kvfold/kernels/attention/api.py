@@ -52,10 +52,9 @@ def attend(
     if impl not in ("auto", "reference", "flash"):
         raise ShapeError(must_be("impl", "'auto', 'reference' or 'flash'", impl, "leave it out for the fastest"))
     if impl != "reference":
-        why = "a bias" if bias is not None else "softcap" if softcap is not None else None
-        why = why or flash.supports(q, k, v, causal=causal, mask=mask)
+        why = "softcap" if softcap is not None else flash.supports(q, k, v, causal=causal, mask=mask, bias=bias)
         if why is None:
-            return flash.attend(q, k, v, scale=scale, causal=causal)
+            return flash.attend(q, k, v, scale=scale, causal=causal, bias=bias)
         if impl == "flash":
             raise UnsupportedError(f"impl='flash' cannot serve {why}; use impl='reference' or 'auto'")
     return reference.attend(q, k, v, scale=scale, causal=causal, mask=mask, bias=bias, softcap=softcap)

@@ -1,4 +1,4 @@
-"""PyTorch's own fused attention, called where it returns the log-sum-exp too, without repeating keys or values."""
+"""PyTorch's own fused attention, where it returns the log-sum-exp, without repeating keys or values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvfold.kernels.attention.types import AttentionOutput
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> str | None:
+def supports(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, bias: Tensor | None) -> str | None:
     """Return why this call cannot be served, or ``None`` if it can."""
     if k.shape[2] == 0 or q.shape[2] == 0:
         return "an empty group"
@@ -20,6 +20,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | No
         return "a causal group whose queries and keys differ in number"
     if mask is not None:
         return "a mask"
+    if causal and bias is not None:
+        return "a causal group with a bias"
     if q.device.type == "cpu":
         return None if q.dtype in (torch.float32, torch.float64, *_HALF) else f"dtype {q.dtype}"
     if q.device.type == "cuda":
@@ -29,18 +31,20 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | No
     return f"device {q.device.type}"
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> AttentionOutput:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, bias: Tensor | None) -> AttentionOutput:
     """Compute attention with the fused operator of the tensors' device.
 
-    Without causality the queries of a group are packed as if they were more tokens of one KV head, so every key is
-    read once per KV head.
+    Without causality the queries of a group are packed as if they were more tokens of one KV head, so
+    every key is read once per KV head.
     """
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads = k.shape[1]
     packed = not causal and q_heads != kv_heads
     if packed:
         q = q.reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim)
-    if q.device.type == "cpu":
+    if bias is not None:
+        output, lse = _biased(q, k, v, bias, scale)
+    elif q.device.type == "cpu":
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
@@ -49,3 +53,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> At
         output = output.reshape(batch, q_heads, q_len, head_dim)
         lse = lse.reshape(batch, q_heads, q_len)
     return AttentionOutput(output, lse)
+
+
+def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend with a bias per row; a head whose rows are all at ``-inf`` gives zero and ``-inf``."""
+    added = bias.to(q.dtype)[:, :, None, :]
+    if q.device.type == "cpu":
+        added = added.expand(-1, -1, q.shape[2], -1)
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=added, scale=scale
+        )
+    else:
+        rows = bias.shape[-1]
+        if rows % 16:
+            # the operator wants aligned rows of the bias: room is allocated, the extra columns are cut off again
+            added = torch.nn.functional.pad(added, (0, -rows % 16))[..., :rows]
+        added = added.expand(-1, -1, q.shape[2], -1)
+        found = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q.transpose(1, 2).contiguous().transpose(1, 2), k, v, added, True, scale=scale
+        )
+        output, lse = found[0], found[1][..., : q.shape[2]]
+    dead = (bias == -torch.inf).all(-1)[:, :, None]
+    return output.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, -torch.inf)
