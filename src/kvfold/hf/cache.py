@@ -262,6 +262,20 @@ class Cache(transformers.Cache):
         for view in self.views:
             if view.core.lanes and view.core.spec.order is not None:
                 view.core.compress(self.policy)
+        self.context_ids = None
+        return self
+
+    def forget(self) -> Cache:
+        """Drop what was remembered for later compressions (``observe``); keys and values stay.
+
+        Returns:
+            This cache.
+        """
+        self.context_ids = None
+        for view in self.views:
+            for lane in view.core.lanes:
+                lane.observed.forget()
+                lane.replay_mass = None
         return self
 
     def read_again(self) -> Cache:

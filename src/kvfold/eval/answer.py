@@ -1,0 +1,114 @@
+"""Greedy answers from caches: many at once in a stack, or one alone and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.hf.cache import Cache
+from kvfold.hf.compat import cache_kwarg
+from kvfold.hf.stack import StackedCache
+
+
+class Timed(NamedTuple):
+    """An answer and how long it took.
+
+    Attributes:
+        ids: Generated tokens, without the one that ends the text.
+        first_s: Seconds to the first token.
+        rest_s: Seconds for the tokens after it.
+        steps: Tokens generated after the first, the one that ends the text included.
+    """
+
+    ids: list[int]
+    first_s: float
+    rest_s: float
+    steps: int
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Return the tokens at which an answer ends."""
+    ends = model.generation_config.eos_token_id
+    found = set(ends) if isinstance(ends, (list, tuple)) else {ends}
+    return {int(token) for token in (*found, tokenizer.eos_token_id) if token is not None}
+
+
+def answer_stacked(
+    caches: Sequence[Cache], tails: Sequence[Tensor], limits: Sequence[int], ends: set[int]
+) -> list[list[int]]:
+    """Answer from many caches in one batch; the caches are not changed.
+
+    Args:
+        caches: One sequence each, of one model.
+        tails: Tokens fed to each before its answer, ``[1, tokens]``.
+        limits: Tokens that each answer may take.
+        ends: Tokens at which an answer ends.
+
+    Returns:
+        Generated tokens of each, without the one that ends the text.
+    """
+    stack = StackedCache(list(caches))
+    device = next(stack.model.get_input_embeddings().parameters()).device
+    width = max(tail.shape[1] for tail in tails)
+    ids = torch.zeros(len(caches), width, dtype=torch.long)
+    valid = torch.zeros(len(caches), width, dtype=torch.bool)
+    for row, tail in enumerate(tails):
+        ids[row, width - tail.shape[1] :] = tail[0]
+        valid[row, width - tail.shape[1] :] = True
+    token = stack.feed(ids.to(device), valid.to(device)).argmax(-1, keepdim=True)
+    found: list[Tensor] = [token]
+    stop = torch.tensor(sorted(ends), device=device)
+    done = torch.isin(token[:, 0], stop)
+    every = torch.ones(len(caches), 1, dtype=torch.bool, device=device)
+    bound = torch.tensor(limits, device=device)
+    for step in range(1, max(limits)):
+        # asking the device whether all are done waits for it, so it is asked now and then
+        if step % 8 == 0 and bool((done | (bound <= step)).all()):
+            break
+        token = stack.feed(token, every).argmax(-1, keepdim=True)
+        found.append(token)
+        done |= torch.isin(token[:, 0], stop)
+    rows = torch.cat(found, dim=1).tolist()
+    return [_cut(row[:limit], ends) for row, limit in zip(rows, limits, strict=True)]
+
+
+@torch.no_grad()
+def answer_alone(cache: Cache, tail: Tensor, limit: int, ends: set[int]) -> Timed:
+    """Answer from one cache and time it; the question is kept in the cache, uncompressed.
+
+    Args:
+        cache: One sequence.
+        tail: Tokens fed before the answer, ``[1, tokens]``.
+        limit: Tokens that the answer may take.
+        ends: Tokens at which the answer ends.
+
+    Returns:
+        The answer.
+    """
+    device = next(cache.model.get_input_embeddings().parameters()).device
+    found: list[int] = []
+    start = time.perf_counter()
+    first_s = 0.0
+    feed = tail.to(device)
+    with cache.hold():
+        while len(found) < limit:
+            logits = cache.model(input_ids=feed, use_cache=True, logits_to_keep=1, **{cache_kwarg(): cache}).logits
+            feed = logits[:, -1:].argmax(-1)
+            found.append(int(feed))
+            if len(found) == 1:
+                first_s = time.perf_counter() - start
+            if found[-1] in ends:
+                break
+    rest_s = time.perf_counter() - start - first_s
+    return Timed(_cut(found, ends), first_s, rest_s, len(found) - 1)
+
+
+def _cut(row: list[int], ends: set[int]) -> list[int]:
+    for index, token in enumerate(row):
+        if token in ends:
+            return row[:index]
+    return row

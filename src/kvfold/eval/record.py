@@ -1,0 +1,213 @@
+"""What a run writes: one file of settings, one file per sample, each whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvfold.core.errors import DataError
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+SCHEMA = 1
+"""Version of the records; another one is refused, never mixed in."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskSetting(_Strict):
+    """A task of a run: its name, parameters and version."""
+
+    name: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    version: int = 1
+
+
+class RunSettings(_Strict):
+    """Everything that decides the records of a run.
+
+    Attributes:
+        model: As the user named it.
+        fingerprint: Of config and weights.
+        dtype: Of weights and cache.
+        policies: As text; dense is always among them, as the reference of every comparison.
+        tasks: What is asked.
+        lengths: Tokens of context, question and answer prefix together.
+        count: Samples per task and length.
+        seed: Of the samples.
+        query_aware: Whether a policy sees the question before it compresses; both may be asked for.
+        max_new_tokens: Upper bound on answers, below the tasks' own if set.
+        template: ``chat`` wraps prompts in the model's chat template.
+        mode: ``stacked``: one dense prefill serves all policies of a sample and answers are decoded in batches, so
+            there are no times; ``alone``: each policy fills and answers by itself, and is timed.
+        chunk_size: Prompt tokens per forward call.
+        versions: Of kvfold, torch and transformers.
+        device: Name of the device.
+    """
+
+    schema_version: Literal[1] = 1
+    model: str
+    fingerprint: str
+    dtype: str
+    policies: tuple[str, ...]
+    tasks: tuple[TaskSetting, ...]
+    lengths: tuple[int, ...]
+    count: int
+    seed: int
+    query_aware: tuple[bool, ...]
+    max_new_tokens: int | None
+    template: Literal["none", "chat"]
+    mode: Literal["stacked", "alone"]
+    chunk_size: int | None
+    versions: dict[str, str]
+    device: str
+
+
+class PolicyResult(_Strict):
+    """One policy's answer to one sample.
+
+    Attributes:
+        policy: As text.
+        output: What was generated.
+        score: In [0, 1].
+        nbytes: Bytes held after compression, before the question.
+        dense_nbytes: Bytes of an uncompressed cache for the same tokens.
+        stored_tokens: Mean rows held per compressed layer and KV head.
+        rows_read: Rows read per decoded token as a share of the rows seen; equals the share stored for methods that
+            evict.
+        prefill_s: Seconds to fill the cache and compress it; ``None`` where it was not measured alone.
+        ttft_s: Seconds from the empty cache to the first answer token.
+        tpot_s: Seconds per further token.
+        peak_nbytes: Peak of device memory over the weights, where the device counts it.
+    """
+
+    policy: str
+    output: str
+    score: float
+    nbytes: int
+    dense_nbytes: int
+    stored_tokens: float
+    rows_read: float
+    prefill_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    peak_nbytes: int | None = None
+
+
+class SampleRecord(_Strict):
+    """All policies' answers to one sample."""
+
+    schema_version: Literal[1] = 1
+    uid: str
+    task: str
+    length: int
+    index: int
+    query_aware: bool
+    prompt_tokens: int
+    answers: tuple[str, ...]
+    facts: dict[str, Any]
+    results: tuple[PolicyResult, ...]
+
+
+class RunFolder:
+    """A run on disk: ``run.json`` and ``records/TASK/LENGTH[-aware]/INDEX.json``.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: str | Path):
+        """Name the folder; nothing is touched."""
+        self.path = Path(path)
+
+    def open(self, settings: RunSettings) -> None:
+        """Begin a run, or go on with the same one.
+
+        Args:
+            settings: What is to be run.
+
+        Raises:
+            DataError: If the folder holds a run with other settings; the message names the first that differs.
+        """
+        if not (self.path / "run.json").exists():
+            if self.path.exists() and any(self.path.iterdir()):
+                raise DataError(f"{str(self.path)!r} is not empty and holds no run; name another folder")
+            self._write(self.path / "run.json", settings)
+            return
+        before = self.settings()
+        for name in RunSettings.model_fields:
+            old, new = getattr(before, name), getattr(settings, name)
+            if old != new:
+                raise DataError(
+                    f"{str(self.path)!r} holds a run with {name}={old!r}, asked for {new!r}; use another folder, or "
+                    "the same settings to resume"
+                )
+
+    def settings(self) -> RunSettings:
+        """Read the settings.
+
+        Returns:
+            The settings.
+
+        Raises:
+            DataError: If there are none, or they are damaged or of another version.
+        """
+        return _read(self.path / "run.json", RunSettings)
+
+    def record_path(self, task: str, length: int, query_aware: bool, index: int) -> Path:
+        """Return where a sample's record lies."""
+        return self.path / "records" / task / f"{length}{'-aware' if query_aware else ''}" / f"{index:05d}.json"
+
+    def write(self, record: SampleRecord) -> None:
+        """Write a record, whole or not at all."""
+        self._write(self.record_path(record.task, record.length, record.query_aware, record.index), record)
+
+    def read(self, path: Path) -> SampleRecord:
+        """Read one record; raises :class:`DataError` as :meth:`records` does."""
+        return _read(path, SampleRecord)
+
+    def records(self) -> list[SampleRecord]:
+        """Read all records, in order of task, length and index.
+
+        Returns:
+            The records.
+
+        Raises:
+            DataError: If one is damaged or of another version.
+        """
+        return [_read(path, SampleRecord) for path in sorted((self.path / "records").glob("*/*/*.json"))]
+
+    @staticmethod
+    def _write(path: Path, value: BaseModel) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(value.model_dump_json(indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def _read(path: Path, kind: type[_Model]) -> _Model:
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} is missing; give the folder of a run made by kvfold eval")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("schema_version") != SCHEMA:
+            version = found.get("schema_version") if isinstance(found, dict) else None
+            raise DataError(f"{str(path)!r} has schema version {version}, this kvfold reads {SCHEMA}; run it again")
+        return kind.model_validate(found)
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{str(path)!r} is damaged: {reason}; delete it and resume the run") from error
