@@ -245,17 +245,24 @@ class Lane:
         return part if call.sinks is None else join_sinks(part, call.sinks)
 
     def _extend_window(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        """Sliding or chunked attention: rows out of sight of the next query are dropped before the append."""
-        visible = call.visibility
-        hidden = visible.first_visible(self.seen) - self.store.base if self.store.total_rows else 0
-        # dropping copies the window, so it waits until it pays: at most an eighth of the window is held beyond need
-        if hidden >= max(PAGE, visible.size // 8):
-            self.store.drop_first(min(hidden, self.store.longest))
-            # a query further back would need rows that are gone
-            self.fixed = self.store.base + (visible.size - 1 if visible.kind == "sliding" else 0)
+        """Sliding or chunked attention: rows that no later query will see are dropped."""
+        self._drop_hidden(call)
         self.store.append(k, v, self.seen)
         self.seen += q.shape[2]
-        return self._read_window(q, call)
+        output = self._read_window(q, call)
+        if not call.tentative:
+            self._drop_hidden(call)
+        return output
+
+    def _drop_hidden(self, call: AttentionCall) -> None:
+        """Drop rows out of sight of the next query, once there are enough of them to pay for moving the rest."""
+        visible = call.visibility
+        hidden = visible.first_visible(self.seen) - self.store.base if self.store.total_rows else 0
+        if hidden < max(PAGE, visible.size // 8):
+            return
+        self.store.drop_first(min(hidden, self.store.longest))
+        # a query further back would need rows that are gone
+        self.fixed = self.store.base + (visible.size - 1 if visible.kind == "sliding" else 0)
 
     def read(self, q: Tensor, call: AttentionCall) -> Tensor:
         """Attend with queries of the newest tokens, whose rows are stored already and were never evicted."""

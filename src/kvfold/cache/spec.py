@@ -40,6 +40,7 @@ class AttentionCall:
         sinks: Learned logit per query head that joins each softmax, ``[q_heads]``.
         rope: Rotary embedding of the layer, if a method asked for it.
         output_weight: Weight of the output projection, if a method asked for it.
+        tentative: Rows of this step may be asked for again: drafts may be taken back, or another layer reads them.
     """
 
     scale: float
@@ -48,3 +49,4 @@ class AttentionCall:
     sinks: Tensor | None = None
     rope: Rotary | None = None
     output_weight: Tensor | None = None
+    tentative: bool = False

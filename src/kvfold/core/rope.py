@@ -13,7 +13,7 @@ class Rotary:
     """The rotary embedding of one layer.
 
     Attributes:
-        inv_freq: Angle per position of each pair, ``[rotary_dim / 2]``, float32.
+        inv_freq: Angle per position of each pair, ``[rotary_dim / 2]``, read as float32.
         interleaved: Whether a pair is two neighbouring channels (GPT-J, Llama 4) or channel ``i`` and
             ``i + rotary_dim / 2`` (Llama).
         scaling: Factor on cosine and sine (YaRN's attention factor), 1 for most models.
@@ -30,7 +30,7 @@ class Rotary:
 
     def angles(self, positions: Tensor) -> Tensor:
         """Return the angles ``[..., rotary_dim / 2]`` in float32 for integer ``positions`` of any shape."""
-        return positions.unsqueeze(-1).float() * self.inv_freq.to(positions.device)
+        return positions.unsqueeze(-1).float() * self.inv_freq.to(positions.device, torch.float32)
 
     def rotate(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Rotate rows from position 0 to ``positions``.

@@ -122,7 +122,7 @@ class Cache(transformers.Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held: keys, values, positions, slack of pages, and what is remembered of queries."""
-        extra = [] if self.context_ids is None else [self.context_ids]
+        extra = [ids for ids in (self.context_ids, self.replay_prompt) if ids is not None]
         return held_nbytes([tensor for view in self.views for _, tensor in view.core.tensors()] + extra)
 
     @property
@@ -212,6 +212,11 @@ class Cache(transformers.Cache):
             self._held = before
 
     @property
+    def keeps_drafts(self) -> bool:
+        """Whether the newest tokens may be taken back: assisted decoding has begun."""
+        return self._speculative
+
+    @property
     def acting(self) -> Policy:
         """The policy that acts now: none while the cache is held."""
         return DENSE if self._held else self.policy
@@ -259,10 +264,17 @@ class Cache(transformers.Cache):
             self.policy = build_policy(policy)
         if Need.REPLAY in self.policy.needs:
             self.read_again()
+        # facts of the model can be looked up now; what was not seen of the queries is refused below
+        missing = self.policy.needs & (Need.ROPE | Need.OUTPUT_WEIGHT) & ~self.needs
+        if missing:
+            self.needs |= missing
+            for view in self.views:
+                view.look_up(missing)
+        feeding.learn_calls(self)
         for view in self.views:
             if view.core.lanes and view.core.spec.order is not None:
                 view.core.compress(self.policy)
-        self.context_ids = None
+        self.context_ids = self.replay_prompt = None
         return self
 
     def forget(self) -> Cache:
@@ -271,7 +283,7 @@ class Cache(transformers.Cache):
         Returns:
             This cache.
         """
-        self.context_ids = None
+        self.context_ids = self.replay_prompt = None
         for view in self.views:
             for lane in view.core.lanes:
                 lane.observed.forget()
@@ -337,8 +349,9 @@ class Cache(transformers.Cache):
             index = view.core.spec.layer_idx
             own, layers[str(index)] = layer_state(view.core)
             tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        if self.context_ids is not None:
-            tensors["context_ids"] = self.context_ids
+        for name in ("context_ids", "replay_prompt"):
+            if getattr(self, name) is not None:
+                tensors[name] = getattr(self, name)
         header = {
             "kvfold": __version__,
             **versions(),
@@ -370,7 +383,7 @@ class Cache(transformers.Cache):
                 "saved with"
             )
         cache = cls(model, header["policy"], observe=header["observe"])
-        cache.context_ids = tensors.get("context_ids")
+        cache.context_ids, cache.replay_prompt = tensors.get("context_ids"), tensors.get("replay_prompt")
         devices = feeding.layer_devices(model, len(cache.facts.layers))
         for view in cache.views:
             index = view.core.spec.layer_idx

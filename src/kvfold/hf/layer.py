@@ -104,6 +104,7 @@ class LayerView(CacheLayerMixin):
             visibility=self.core.spec.visibility,
             softcap=softcap,
             sinks=sinks,
+            tentative=self.owner.keeps_drafts or self.core.spec.layer_idx in self.owner.facts.shared,
             **self._extras_of(module),
         )
         valid = None if valid is None else valid.to(query.device)
@@ -125,6 +126,12 @@ class LayerView(CacheLayerMixin):
             prompt_ends=ends,
             replay=self.owner.replay,
         )
+
+    def look_up(self, needs: Need) -> None:
+        """Supply more facts of the model from the next call on."""
+        if self.core.spec.order is not None:
+            self.core.needs |= needs
+        self.core.call = self._extras = None
 
     def _extras_of(self, module: nn.Module) -> dict[str, Any]:
         """Supply what the method asks of the model itself; looked up once."""

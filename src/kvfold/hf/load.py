@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -116,7 +117,7 @@ def load_model(
                 raise UnsupportedError(f"MODEL must be a decoder-only language model, got {kind!r}, an encoder-decoder")
             # Handing the config over spares a second reading of it, which takes seconds for a GGUF file.
             model: Model = AutoModelForCausalLM.from_pretrained(
-                source.name, config=config, dtype=_dtype(dtype, source, config, place), **options
+                source.name, config=config, dtype=_dtype(dtype, source, config, place), **_unpacked(source), **options
             )
             tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source.name, **options)
     except (OSError, ValueError, KeyError) as error:
@@ -214,6 +215,12 @@ def _dtype(name: str, source: Source, config: Any, place: torch.device) -> torch
     if place.type == "cpu" and getattr(config, "dtype", None) == torch.float16:
         return torch.float32
     return "auto"
+
+
+def _unpacked(source: Source) -> dict[str, Any]:
+    """Ask for GGUF weights as plain tensors where transformers would else unpack them at every step."""
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if source.gguf_file is None or config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _explain(spec: str, source: Source, allow_download: bool, error: Exception) -> ConfigError | DataError:

@@ -133,6 +133,21 @@ def replay_context(cache: Cache) -> None:
         _replay_row(cache, row, ids[row][ids[row] >= 0].long())
 
 
+@torch.no_grad()
+def learn_calls(cache: Cache) -> None:
+    """Let a loaded cache learn how its model's layers attend, from one token that is not stored."""
+    if all(view.core.call is not None or not view.core.lanes for view in cache.views):
+        return
+    alone = cache.fork()
+    for view in alone.views:
+        view.core.select([0])
+    alone.replay = Replay(0, 0, 0)
+    positions = torch.full((1, 1), cache.seen_tokens[0], device=_input_device(cache.model))
+    forward(alone, torch.zeros_like(positions), position_ids=positions)
+    for view, source in zip(cache.views, alone.views, strict=True):
+        view.core.call = source.core.call
+
+
 def _replay_row(cache: Cache, row: int, context: Tensor) -> None:
     """Replay one sequence on a copy of its rows, which are only read, and take the recorded attention over."""
     alone = cache.fork()

@@ -49,7 +49,8 @@ def rotary_of(model: PreTrainedModel, module: nn.Module, layer_type: str | None)
     if inv_freq is None:
         raise UnsupportedError(f"{name} keeps its rotary frequencies in an unknown place; use rope_frame=post")
     scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
-    frequencies = inv_freq.detach().float()
+    # the model's own buffer, not a copy: it is read as float32 where it is used, as the model does
+    frequencies = inv_freq.detach()
     for interleaved in (False, True):
         rotary = Rotary(inv_freq=frequencies, interleaved=interleaved, scaling=scaling)
         if _agrees(rotary, embedding, module, layer_type if per_kind else None):
