@@ -150,3 +150,28 @@ def test_a_stack_of_caches_answers_as_each_alone(model: LlamaForCausalLM) -> Non
         with cache.hold(), torch.no_grad():
             alone = model(question, **{cache_kwarg(): cache}).logits[0, -1]
         torch.testing.assert_close(together[row], alone, atol=1e-3, rtol=1e-3)
+
+
+def test_layers_on_several_devices(model: LlamaForCausalLM, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("accelerate")
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(3, 200, (1, 200), device="cuda")
+    policy = "keydiff(keep=0.5, allocator=ada)"
+    spread = LlamaForCausalLM.from_pretrained(
+        tmp_path,
+        device_map={
+            "model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.layers.2": 0, "model.norm": 0,
+            "model.rotary_emb": 0, "lm_head": 0,
+        },
+    )  # fmt: skip
+    cache, alone = kvfold.Cache(spread, policy).prefill(ids, chunk_size=64), kvfold.Cache(model, policy).prefill(ids)
+    for layer in range(3):
+        for head in range(2):
+            found, wanted = cache.positions(layer, 0, head).cpu(), alone.positions(layer, 0, head).cpu()
+            assert len(set(found.tolist()) ^ set(wanted.tolist())) <= 4
+    cache.save(tmp_path / "talk.kv")
+    loaded = kvfold.Cache.load(tmp_path / "talk.kv", spread)
+    with torch.no_grad():
+        first = spread(ids[:, :1], **{cache_kwarg(): cache}).logits
+        again = spread(ids[:, :1], **{cache_kwarg(): loaded}).logits
+    assert torch.equal(first, again)

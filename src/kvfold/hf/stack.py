@@ -44,7 +44,7 @@ class StackedCache(transformers.Cache):
             raise ConfigError("caches must be at least one, got none")
         facts, model = caches[0].facts, caches[0].model
         if any(cache.model is not model or cache.batch_size != 1 for cache in caches):
-            raise ConfigError("caches must be of one model and hold one sequence each; split a batch with select")
+            raise ConfigError("caches must be of one model and hold one sequence each; split a batch with batch_select_indices")
         if len(facts.compressed) != len(facts.layers):
             raise UnsupportedError(
                 f"{type(model).__name__} has layers that do not see the whole past; answer one by one"
@@ -109,6 +109,12 @@ class _StackedLayer(transformers.cache_utils.CacheLayerMixin):
         self.rows_v = like.new_zeros(len(stores), heads, width, stores[0].values.shape[-1])
         self.bias = like.new_full((len(stores), heads, width), -torch.inf)
         for index, store in enumerate(stores):
+            if store.is_uniform:
+                count = store.longest
+                self.rows_k[index, :, :count] = store.dense(store.keys)[0]
+                self.rows_v[index, :, :count] = store.dense(store.values)[0]
+                self.bias[index, :, :count] = 0.0
+                continue
             for head in range(heads):
                 count = store.lengths[0][head]
                 self.rows_k[index, head, :count] = store.run(store.keys, 0, head)
@@ -142,7 +148,6 @@ class _StackedLayer(transformers.cache_utils.CacheLayerMixin):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         batch, _, count, _ = query.shape
         fresh = query.new_ones(batch, count, dtype=torch.bool) if valid is None else valid.to(query.device)
-        first = self.tail_k is None
         self.tail_k = key if self.tail_k is None else torch.cat((self.tail_k, key), dim=2)
         self.tail_v = value if self.tail_v is None else torch.cat((self.tail_v, value), dim=2)
         self.valid = fresh if self.valid is None else torch.cat((self.valid, fresh), dim=1)
@@ -151,7 +156,6 @@ class _StackedLayer(transformers.cache_utils.CacheLayerMixin):
             width = self.valid.shape[1]
             causal = torch.ones(count, width, dtype=torch.bool, device=query.device).tril(width - count)
             visible = visible & causal
-        del first
         parts = [
             attend(query, self.rows_k, self.rows_v, scale=scale, bias=self.bias, softcap=softcap),
             attend(query, self.tail_k, self.tail_v, scale=scale, mask=visible, softcap=softcap),
