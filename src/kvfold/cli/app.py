@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvfold._version import __version__
-from kvfold.cli import chat, env, generate, methods
+from kvfold.cli import chat, demo, env, generate, methods, plan
 from kvfold.core.errors import KvfoldError
 
 
@@ -44,8 +44,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("demo")(demo.command)
 app.command("generate")(generate.command)
 app.command("chat")(chat.command)
+app.command("plan")(plan.command)
 app.command("methods")(methods.command)
 app.command("env")(env.command)
 
