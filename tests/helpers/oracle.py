@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 import kvfold
+from kvfold.hf.compat import cache_kwarg
 
 NAME = "masked_oracle"
 _EVICTED: dict[int, Tensor] = {}
@@ -81,15 +83,11 @@ def masked_continuation(model: PreTrainedModel, cache: kvfold.Cache, prompt: Ten
     _EVICTED.clear()
     try:
         with torch.no_grad():
-            past = stock(input_ids=prompt, use_cache=True)
+            held = DynamicCache(config=stock.config)
+            stock(input_ids=prompt, **{cache_kwarg(): held})
             for layer in range(stock.config.num_hidden_layers):
                 _EVICTED[layer] = evicted_rows(cache, layer, prompt.shape[0], prompt.shape[1])
-            held = getattr(past, "cache", None) or past.past_key_values
-            from kvfold.hf.compat import cache_kwarg
-
-            logits = []
-            for column in following.T:
-                logits.append(stock(input_ids=column[:, None], use_cache=True, **{cache_kwarg(): held}).logits)
+            logits = [stock(input_ids=column[:, None], **{cache_kwarg(): held}).logits for column in following.T]
     finally:
         _EVICTED.clear()
     return torch.cat(logits, 1)
@@ -103,3 +101,36 @@ def evicted_rows(cache: kvfold.Cache, layer: int, batch: int, tokens: int) -> Te
         for head in range(heads):
             evicted[row, head, cache.positions(layer, row, head)] = False
     return evicted
+
+
+FAMILY = "masked_family_oracle"
+
+
+def _attend_eagerly(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+    """The family's own eager attention, with the evicted rows of a layer at minus infinity, per head."""
+    evicted = _EVICTED.get(module.layer_idx)
+    if evicted is not None and query.shape[2] == 1:
+        rows = torch.nn.functional.pad(evicted, (0, key.shape[2] - evicted.shape[-1])).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        attention_mask = attention_mask.expand(-1, query.shape[1], -1, -1).masked_fill(rows.unsqueeze(2), -torch.inf)
+    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(FAMILY, _attend_eagerly)
+AttentionMaskInterface.register(FAMILY, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+def masked_family_continuation(model: PreTrainedModel, cache: kvfold.Cache, prompt: Tensor, following: Tensor) -> Tensor:
+    """As :func:`masked_continuation`, through the family's own eager attention, for the layers that are compressed."""
+    stock = copy.deepcopy(model)
+    stock.config._attn_implementation = FAMILY
+    held = DynamicCache(config=stock.config)
+    _EVICTED.clear()
+    try:
+        with torch.no_grad():
+            stock(input_ids=prompt, **{cache_kwarg(): held})
+            for layer in cache.facts.compressed:
+                _EVICTED[layer] = evicted_rows(cache, layer, prompt.shape[0], prompt.shape[1])
+            logits = [stock(input_ids=column[:, None], **{cache_kwarg(): held}).logits for column in following.T]
+    finally:
+        _EVICTED.clear()
+    return torch.cat(logits, 1)
