@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kvfold.hf.cache import Cache
 from kvfold.hf.compat import cache_kwarg
+from kvfold.hf.load import stop_ids
 from kvfold.hf.stack import StackedCache
 
 
@@ -32,9 +34,7 @@ class Timed(NamedTuple):
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     """Return the tokens at which an answer ends."""
-    ends = model.generation_config.eos_token_id
-    found = set(ends) if isinstance(ends, (list, tuple)) else {ends}
-    return {int(token) for token in (*found, tokenizer.eos_token_id) if token is not None}
+    return set(stop_ids(model, tokenizer))
 
 
 def answer_stacked(
@@ -61,7 +61,7 @@ def answer_stacked(
         valid[row, width - tail.shape[1] :] = True
     token = stack.feed(ids.to(device), valid.to(device)).argmax(-1, keepdim=True)
     found: list[Tensor] = [token]
-    stop = torch.tensor(sorted(ends), device=device)
+    stop = torch.tensor(sorted(ends), dtype=torch.long, device=device)
     done = torch.isin(token[:, 0], stop)
     every = torch.ones(len(caches), 1, dtype=torch.bool, device=device)
     bound = torch.tensor(limits, device=device)
@@ -78,7 +78,9 @@ def answer_stacked(
 
 @torch.no_grad()
 def answer_alone(cache: Cache, tail: Tensor, limit: int, ends: set[int]) -> Timed:
-    """Answer from one cache and time it; the question is kept in the cache, uncompressed.
+    """Answer from one cache and time it; the question is kept in the cache whole.
+
+    A policy that compresses while it decodes (``every``) does so during the answer.
 
     Args:
         cache: One sequence.
@@ -94,15 +96,16 @@ def answer_alone(cache: Cache, tail: Tensor, limit: int, ends: set[int]) -> Time
     start = time.perf_counter()
     first_s = 0.0
     feed = tail.to(device)
-    with cache.hold():
-        while len(found) < limit:
+    while len(found) < limit:
+        # held, so that the question is not taken for a prompt of its own after which the policy acts
+        with nullcontext() if found else cache.hold():
             logits = cache.model(input_ids=feed, use_cache=True, logits_to_keep=1, **{cache_kwarg(): cache}).logits
-            feed = logits[:, -1:].argmax(-1)
-            found.append(int(feed))
-            if len(found) == 1:
-                first_s = time.perf_counter() - start
-            if found[-1] in ends:
-                break
+        feed = logits[:, -1:].argmax(-1)
+        found.append(int(feed))
+        if len(found) == 1:
+            first_s = time.perf_counter() - start
+        if found[-1] in ends:
+            break
     rest_s = time.perf_counter() - start - first_s
     return Timed(_cut(found, ends), first_s, rest_s, len(found) - 1)
 

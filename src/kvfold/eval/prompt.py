@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.core.errors import ConfigError
+from kvfold.core.errors import ConfigError, must_be
 from kvfold.eval.sample import Sample
 
 _MARK = "\u241e"  # stands for the user's text while a template is cut in two
@@ -38,7 +38,7 @@ def build_prompt(sample: Sample, tokenizer: Any, *, query_aware: bool, template:
         Context and tail.
 
     Raises:
-        ConfigError: If a chat template is asked for and the tokenizer has none, or the context is empty.
+        ConfigError: If a chat template is asked for and the tokenizer has no fitting one, or the context is empty.
     """
     before, after = _template(tokenizer) if template == "chat" else ("", "")
     head, rest = before + sample.context, after + sample.answer_prefix
@@ -59,15 +59,19 @@ def build_prompt(sample: Sample, tokenizer: Any, *, query_aware: bool, template:
 def _ids(tokenizer: Any, text: str, *, special: bool) -> Tensor:
     if not text:
         return torch.zeros(1, 0, dtype=torch.long)
-    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
+    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=special, verbose=False).input_ids
     return ids.long()
 
 
 def _template(tokenizer: Any) -> tuple[str, str]:
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("template must be none for this model, which has no chat template, got 'chat'")
+        raise ConfigError(
+            must_be("template", "none for this model, which has no chat template", "chat", "leave it out")
+        )
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False
     )
-    before, _, after = text.partition(_MARK)
+    before, found, after = text.partition(_MARK)
+    if not found:
+        raise ConfigError("template must be none for this model, whose chat template leaves the user's text out")
     return before, after

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +16,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 SCHEMA = 1
 """Version of the records; another one is refused, never mixed in."""
+PART = ".part"
+"""Suffix of files that are being written."""
 
 
 class _Strict(BaseModel):
@@ -137,7 +139,10 @@ class RunFolder:
             DataError: If the folder holds a run with other settings; the message names the first that differs.
         """
         if not (self.path / "run.json").exists():
-            if self.path.exists() and any(self.path.iterdir()):
+            if self.path.exists() and not self.path.is_dir():
+                raise DataError(f"{str(self.path)!r} is a file; name a folder")
+            # a run that was killed while it wrote its settings left a part of them and nothing else
+            if self.path.exists() and any(entry.suffix != PART for entry in self.path.iterdir()):
                 raise DataError(f"{str(self.path)!r} is not empty and holds no run; name another folder")
             self._write(self.path / "run.json", settings)
             return
@@ -146,8 +151,8 @@ class RunFolder:
             old, new = getattr(before, name), getattr(settings, name)
             if old != new:
                 raise DataError(
-                    f"{str(self.path)!r} holds a run with {name}={old!r}, asked for {new!r}; use another folder, or "
-                    "the same settings to resume"
+                    f"{str(self.path)!r} holds a run with {name}={_plain(old)}, asked for {_plain(new)}; use another "
+                    "folder, or the same settings to resume"
                 )
 
     def settings(self) -> RunSettings:
@@ -182,21 +187,38 @@ class RunFolder:
         Raises:
             DataError: If one is damaged or of another version.
         """
-        return [_read(path, SampleRecord) for path in sorted((self.path / "records").glob("*/*/*.json"))]
+        found = [_read(path, SampleRecord) for path in (self.path / "records").glob("*/*/*.json")]
+        return sorted(found, key=lambda one: (one.task, one.length, one.query_aware, one.index))
 
     @staticmethod
     def _write(path: Path, value: BaseModel) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PART}")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            with part.open("x", encoding="utf-8", newline="\n") as file:
                 file.write(value.model_dump_json(indent=1))
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+            os.replace(part, path)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _unwritable(path: Path, error: OSError) -> DataError:
+    reason = error.strerror or error
+    return DataError(f"{str(path)!r} cannot be written: {reason}; free some room or name another folder")
+
+
+def _plain(value: Any) -> str:
+    """Write a setting for people: without names of classes."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_plain, value))})"
+    return json.dumps(value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
 
 
 def _read(path: Path, kind: type[_Model]) -> _Model:
@@ -208,6 +230,10 @@ def _read(path: Path, kind: type[_Model]) -> _Model:
             version = found.get("schema_version") if isinstance(found, dict) else None
             raise DataError(f"{str(path)!r} has schema version {version}, this kvfold reads {SCHEMA}; run it again")
         return kind.model_validate(found)
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(f"{str(path)!r} is damaged: {reason}; delete it and resume the run") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"{str(path)!r} is damaged: {reason}; delete it and resume the run") from error

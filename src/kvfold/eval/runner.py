@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold._version import __version__
-from kvfold.core.errors import ConfigError, must_be
-from kvfold.core.policy import policy as build_policy
+from kvfold.core.errors import DataError
 from kvfold.eval.answer import answer_alone, answer_stacked, end_tokens
+from kvfold.eval.branch import branches, check_stackable
 from kvfold.eval.metrics import score
 from kvfold.eval.prompt import Prompt, build_prompt
-from kvfold.eval.record import PolicyResult, RunFolder, RunSettings, SampleRecord, TaskSetting
+from kvfold.eval.record import PolicyResult, RunFolder, RunSettings, SampleRecord
 from kvfold.eval.sample import Sample, Task
+from kvfold.eval.settings import make_settings
 from kvfold.hf.cache import Cache
-from kvfold.hf.compat import versions
-from kvfold.hf.models import fingerprint
 
-DENSE = "dense"
+__all__ = ["Job", "make_settings", "run"]
 
 
 class Job(NamedTuple):
@@ -39,81 +36,6 @@ class Job(NamedTuple):
     query_aware: bool
 
 
-def make_settings(
-    model: Any,
-    *,
-    name: str,
-    policies: Sequence[str],
-    tasks: Sequence[Task],
-    lengths: Sequence[int],
-    count: int,
-    seed: int = 0,
-    query_aware: Sequence[bool] = (False,),
-    max_new_tokens: int | None = None,
-    template: Literal["none", "chat"] = "none",
-    mode: Literal["stacked", "alone"] = "stacked",
-    chunk_size: int | None = 4096,
-) -> RunSettings:
-    """Check and complete the settings of a run.
-
-    Args:
-        model: The loaded model.
-        name: How the user named it.
-        policies: As text; dense is put first.
-        tasks: What is asked.
-        lengths: Tokens per sample.
-        count: Samples per task and length.
-        seed: Of the samples.
-        query_aware: Whether policies see the question; one or both.
-        max_new_tokens: Upper bound on answers, if below the tasks' own.
-        template: ``chat`` uses the model's chat template.
-        mode: ``stacked`` or ``alone``; see :class:`RunSettings`.
-        chunk_size: Prompt tokens per forward call.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ConfigError: If the grid is empty, or a part of it is malformed.
-    """
-    for argument, values in (
-        ("tasks", tasks),
-        ("lengths", lengths),
-        ("policies", policies),
-        ("query_aware", query_aware),
-    ):
-        if not values:
-            raise ConfigError(must_be(argument, "at least one", list(values), "name one"))
-    if count < 1 or min(lengths) < 1:
-        raise ConfigError(must_be("count and lengths", "at least 1", (count, min(lengths)), "raise them"))
-    texts = dict.fromkeys([DENSE, *(str(build_policy(policy)) for policy in policies)])
-    first = next(model.parameters())
-    device = torch.cuda.get_device_name(first.device) if first.is_cuda else "cpu"
-    return RunSettings(
-        model=name,
-        fingerprint=fingerprint(model),
-        dtype=str(model.dtype).removeprefix("torch."),
-        policies=tuple(texts),
-        tasks=tuple(TaskSetting(name=t.name, params=task_params(t), version=t.version) for t in tasks),
-        lengths=tuple(dict.fromkeys(lengths)),
-        count=count,
-        seed=seed,
-        query_aware=tuple(dict.fromkeys(query_aware)),
-        max_new_tokens=max_new_tokens,
-        template=template,
-        mode=mode,
-        chunk_size=chunk_size,
-        versions={"kvfold": __version__, **versions()},
-        device=device,
-    )
-
-
-def task_params(task: Task) -> dict[str, Any]:
-    """Return the parameters of a task as plain data; texts and folders are not among them."""
-    params = getattr(task, "params", None)
-    return dict(params()) if callable(params) else {}
-
-
 def run(
     model: Any,
     tokenizer: Any,
@@ -127,6 +49,9 @@ def run(
 ) -> None:
     """Answer every sample that the folder does not hold yet.
 
+    Samples are always batched alike, wherever a run was stopped, so that one that was resumed holds the records of one
+    that was not.
+
     Args:
         model: The model.
         tokenizer: Its tokenizer.
@@ -137,27 +62,41 @@ def run(
         stack_rows: Most caches in one stack.
         progress: Called with (samples done, samples in all, what is next).
     """
+    count_tokens = _counter(tokenizer)
+    if settings.mode == "stacked":
+        check_stackable(model, settings.policies)
+    for task in tasks:
+        for length in settings.lengths:
+            # one sample each, so that what cannot be made is said now and not after hours
+            task.samples(1, length, settings.seed, count_tokens)
     folder.open(settings)
     total = len(tasks) * len(settings.lengths) * len(settings.query_aware) * settings.count
     done = 0
-    for cell in _cells(tasks, settings, tokenizer):
-        missing = [job for job in cell if not folder.record_path(*_place(job)).exists()]
-        done += len(cell) - len(missing)
-        for batch in _batches(missing, batch_samples if settings.mode == "stacked" else 1):
-            if progress is not None:
-                progress(done, total, f"{batch[0].sample.task} {batch[0].length}")
-            answered = _stacked if settings.mode == "stacked" else _alone
-            for record in answered(model, tokenizer, batch, settings, stack_rows):
-                folder.write(record)
+    warm = settings.mode == "stacked"
+    for cell in _cells(tasks, settings, count_tokens):
+        size = batch_samples if settings.mode == "stacked" else 1
+        for batch in (cell[at : at + size] for at in range(0, len(cell), size)):
+            missing = [job for job in batch if not _is_done(folder, job)]
+            if missing:
+                if progress is not None:
+                    progress(done, total, f"{batch[0].sample.task} {batch[0].length}")
+                if not warm:
+                    # the first policy must not pay for being the first
+                    _alone(model, tokenizer, batch[0], settings)
+                    warm = True
+                for record in _answered(model, tokenizer, batch, settings, stack_rows):
+                    if any(_place(job) == _place_of(record) for job in missing):
+                        folder.write(record)
             done += len(batch)
     if progress is not None:
         progress(done, total, "done")
 
 
-def _cells(tasks: Sequence[Task], settings: RunSettings, tokenizer: Any) -> Iterator[list[Job]]:
-    def count_tokens(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False).input_ids)
+def _counter(tokenizer: Any) -> Callable[[str], int]:
+    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
+
+def _cells(tasks: Sequence[Task], settings: RunSettings, count_tokens: Callable[[str], int]) -> Iterator[list[Job]]:
     for task in tasks:
         for length in settings.lengths:
             samples = task.samples(settings.count, length, settings.seed, count_tokens)
@@ -169,10 +108,31 @@ def _place(job: Job) -> tuple[str, int, bool, int]:
     return job.sample.task, job.length, job.query_aware, job.sample.index
 
 
-def _batches(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
-    waiting = iter(jobs)
-    while batch := list(islice(waiting, size)):
-        yield batch
+def _place_of(record: SampleRecord) -> tuple[str, int, bool, int]:
+    return record.task, record.length, record.query_aware, record.index
+
+
+def _is_done(folder: RunFolder, job: Job) -> bool:
+    """Whether the folder holds the job's record; one of another sample is refused."""
+    path = folder.record_path(*_place(job))
+    if not path.exists():
+        return False
+    record = folder.read(path)
+    if record.uid != job.sample.uid:
+        raise DataError(
+            f"{str(path)!r} answers another sample than the one that task, seed and texts give now; use another folder"
+        )
+    return True
+
+
+def _answered(
+    model: Any, tokenizer: Any, batch: list[Job], settings: RunSettings, stack_rows: int
+) -> Iterator[SampleRecord]:
+    if settings.mode == "stacked":
+        yield from _stacked(model, tokenizer, batch, settings, stack_rows)
+        return
+    for job in batch:
+        yield _alone(model, tokenizer, job, settings)
 
 
 def _limit(job: Job, settings: RunSettings) -> int:
@@ -183,19 +143,13 @@ def _limit(job: Job, settings: RunSettings) -> int:
 def _stacked(
     model: Any, tokenizer: Any, batch: list[Job], settings: RunSettings, stack_rows: int
 ) -> Iterator[SampleRecord]:
-    """One dense prefill per sample, one fork per policy, answers in stacks of like length."""
+    """One dense prefill per sample, one copy per policy, answers in stacks of like length."""
     asked: list[tuple[int, str, Cache, Tensor, int]] = []
     prompts: list[Prompt] = []
     for number, job in enumerate(batch):
         prompt = build_prompt(job.sample, tokenizer, query_aware=job.query_aware, template=settings.template)
         prompts.append(prompt)
-        compressing = [policy for policy in settings.policies if policy != DENSE]
-        dense = Cache(model, DENSE, observe=compressing).prefill(prompt.context, chunk_size=settings.chunk_size)
-        for policy in settings.policies:
-            if policy != DENSE and _replays(policy):
-                dense.read_again()
-            fork = dense.fork()
-            cache = fork.forget() if policy == DENSE else fork.compress(policy)
+        for policy, cache in branches(model, settings.policies, prompt.context, settings.chunk_size):
             asked.append((number, policy, cache, prompt.tail, _limit(job, settings)))
     ends = end_tokens(model, tokenizer)
     # caches of like length share a stack, so that little of it is padding
@@ -203,10 +157,8 @@ def _stacked(
     outputs: dict[int, list[int]] = {}
     for at in range(0, len(order), stack_rows):
         chosen = order[at : at + stack_rows]
-        found = answer_stacked(
-            [asked[i][2] for i in chosen], [asked[i][3] for i in chosen], [asked[i][4] for i in chosen], ends
-        )
-        outputs |= dict(zip(chosen, found, strict=True))
+        caches, tails, limits = zip(*(asked[i][2:] for i in chosen), strict=True)
+        outputs |= dict(zip(chosen, answer_stacked(caches, tails, limits, ends), strict=True))
     for number, job in enumerate(batch):
         results = [
             _result(job, policy, cache, tokenizer.decode(outputs[i], skip_special_tokens=True))
@@ -216,51 +168,41 @@ def _stacked(
         yield _record(job, prompts[number], results)
 
 
-def _alone(
-    model: Any, tokenizer: Any, batch: list[Job], settings: RunSettings, stack_rows: int
-) -> Iterator[SampleRecord]:
+def _alone(model: Any, tokenizer: Any, job: Job, settings: RunSettings) -> SampleRecord:
     """Each policy fills its own cache and answers, timed."""
-    del stack_rows
-    ends = end_tokens(model, tokenizer)
-    on_gpu = next(model.parameters()).is_cuda
-    for job in batch:
-        prompt = build_prompt(job.sample, tokenizer, query_aware=job.query_aware, template=settings.template)
-        results = []
-        for policy in settings.policies:
-            base = _mark_peak() if on_gpu else 0
-            start = time.perf_counter()
-            cache = Cache(model, policy).prefill(prompt.context, chunk_size=settings.chunk_size)
-            if on_gpu:
-                torch.cuda.synchronize()
-            prefill_s = time.perf_counter() - start
-            held = _result(job, policy, cache, "")
-            timed = answer_alone(cache, prompt.tail, _limit(job, settings), ends)
-            output = tokenizer.decode(timed.ids, skip_special_tokens=True)
-            results.append(
-                held.model_copy(
-                    update={
-                        "output": output,
-                        "score": score(job.sample, output),
-                        "prefill_s": prefill_s,
-                        "ttft_s": prefill_s + timed.first_s,
-                        "tpot_s": timed.rest_s / timed.steps if timed.steps else None,
-                        "peak_nbytes": torch.cuda.max_memory_allocated() - base if on_gpu else None,
-                    }
-                )
-            )
-        yield _record(job, prompt, results)
+    prompt = build_prompt(job.sample, tokenizer, query_aware=job.query_aware, template=settings.template)
+    results = [_timed(model, tokenizer, job, prompt, policy, settings) for policy in settings.policies]
+    return _record(job, prompt, results)
 
 
-def _mark_peak() -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
+def _timed(model: Any, tokenizer: Any, job: Job, prompt: Prompt, policy: str, settings: RunSettings) -> PolicyResult:
+    device = next(model.parameters()).device
+    base = _mark_peak(device)
+    start = time.perf_counter()
+    cache = Cache(model, policy).prefill(prompt.context, chunk_size=settings.chunk_size)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    prefill_s = time.perf_counter() - start
+    held = _result(job, policy, cache, "")
+    timed = answer_alone(cache, prompt.tail, _limit(job, settings), end_tokens(model, tokenizer))
+    output = tokenizer.decode(timed.ids, skip_special_tokens=True)
+    measured = {
+        "output": output,
+        "score": score(job.sample, output),
+        "prefill_s": prefill_s,
+        "ttft_s": prefill_s + timed.first_s,
+        "tpot_s": timed.rest_s / timed.steps if timed.steps else None,
+        "peak_nbytes": torch.cuda.max_memory_allocated(device) - base if device.type == "cuda" else None,
+    }
+    return held.model_copy(update=measured)
 
 
-def _replays(policy: str) -> bool:
-    from kvfold.core.types import Need
-
-    return Need.REPLAY in build_policy(policy).needs
+def _mark_peak(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def _result(job: Job, policy: str, cache: Cache, output: str) -> PolicyResult:

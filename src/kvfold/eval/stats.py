@@ -13,6 +13,8 @@ from kvfold.core.errors import ConfigError
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+LEAST_PAIRS = 6
+"""Fewer pairs cannot tell two sides apart at 95 %, even if all differ in the same direction."""
 
 Verdict = Literal["lower", "higher", "not distinguishable"]
 
@@ -28,7 +30,7 @@ class Difference:
         low: Lower end of the interval of the difference.
         high: Upper end.
         count: Paired samples.
-        verdict: ``not distinguishable`` where the interval holds 0.
+        verdict: ``not distinguishable`` where the interval holds 0, or there are fewer than six pairs.
     """
 
     mean: float
@@ -76,14 +78,17 @@ def compare(
         bases.append(b.mean())
     drawn = np.mean([_resampled(delta, seed + index, resamples) for index, delta in enumerate(deltas)], axis=0)
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    count = sum(map(len, scores))
     verdict: Verdict = "higher" if low > 0 else "lower" if high < 0 else "not distinguishable"
+    if count < LEAST_PAIRS:
+        verdict = "not distinguishable"
     return Difference(
         mean=float(np.mean(means)),
         reference=float(np.mean(bases)),
         difference=float(np.mean(means) - np.mean(bases)),
         low=float(low),
         high=float(high),
-        count=sum(len(own) for own in scores),
+        count=count,
         verdict=verdict,
     )
 

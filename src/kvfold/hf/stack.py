@@ -7,7 +7,7 @@ go to a common tail. Attention merges both groups. Decoding ten caches costs one
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -17,6 +17,7 @@ from kvfold.cache.lane import Lane
 from kvfold.core.errors import CacheStateError, ConfigError, UnsupportedError
 from kvfold.hf.attention import CacheLength, tag
 from kvfold.hf.cache import Cache
+from kvfold.hf.compat import cache_kwarg
 from kvfold.kernels.attention import attend, join_sinks, merge
 
 _ALIGN = 16  # rows are padded to a multiple, as fused attention with a bias wants it
@@ -44,7 +45,9 @@ class StackedCache(transformers.Cache):
             raise ConfigError("caches must be at least one, got none")
         facts, model = caches[0].facts, caches[0].model
         if any(cache.model is not model or cache.batch_size != 1 for cache in caches):
-            raise ConfigError("caches must be of one model and hold one sequence each; split a batch with batch_select_indices")
+            raise ConfigError(
+                "caches must be of one model and hold one sequence each; split a batch with batch_select_indices"
+            )
         if len(facts.compressed) != len(facts.layers):
             raise UnsupportedError(
                 f"{type(model).__name__} has layers that do not see the whole past; answer one by one"
@@ -63,7 +66,7 @@ class StackedCache(transformers.Cache):
     @property
     def valid(self) -> Tensor | None:
         """Which columns of the tail are real, ``[batch, columns]``."""
-        return self.layers[0].valid  # type: ignore[no-any-return]
+        return cast(_StackedLayer, self.layers[0]).valid
 
     @torch.no_grad()
     def feed(self, input_ids: Tensor, valid: Tensor) -> Tensor:
@@ -82,9 +85,9 @@ class StackedCache(transformers.Cache):
             input_ids=input_ids,
             attention_mask=torch.cat((past, valid), dim=1).long(),
             position_ids=self.positions(valid),
-            past_key_values=self,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_kwarg(): self},
         )
         self.columns += count
         logits: Tensor = output.logits[:, -1]
@@ -130,7 +133,8 @@ class _StackedLayer(transformers.cache_utils.CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Tie the new keys to this layer; they are appended when the model attends with them."""
         del args, kwargs
-        return tag(key_states, self), value_states
+        # tagged as the layers of other caches are: what the attention function calls is there
+        return tag(key_states, cast(Any, self)), value_states
 
     def attend(
         self,
