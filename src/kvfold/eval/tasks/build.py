@@ -1,0 +1,161 @@
+"""What every task needs: chance that depends on names alone, and the largest size that fits a number of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from random import Random
+
+from kvfold.core.errors import ConfigError, must_be
+from kvfold.eval.sample import Sample, Task
+
+CountTokens = Callable[[str], int]
+"""Counts the tokens of a text as the model's tokenizer does."""
+
+
+def chance(*names: object) -> Random:
+    """Make a source of chance that depends on names alone, on every machine and in every process.
+
+    Args:
+        *names: E.g. task, seed, index and what is drawn.
+
+    Returns:
+        A generator of its own.
+    """
+    text = ":".join(map(str, names))
+    return Random(int.from_bytes(hashlib.sha256(text.encode()).digest(), "big"))
+
+
+def distinct(draw: Callable[[], str], count: int, taken: frozenset[str] = frozenset()) -> list[str]:
+    """Draw until there are enough different ones.
+
+    Args:
+        draw: Draws one.
+        count: How many.
+        taken: What may not be among them.
+
+    Returns:
+        In the order drawn, so that a larger count begins with the same ones.
+    """
+    found: dict[str, None] = {}
+    while len(found) < count:
+        one = draw()
+        if one not in taken:
+            found[one] = None
+    return list(found)
+
+
+def prompt_tokens(sample: Sample, count_tokens: CountTokens) -> int:
+    """Count the tokens of a sample.
+
+    The three parts are counted one by one, as they are encoded where the context is compressed before the question is
+    seen.
+
+    Args:
+        sample: What is asked.
+        count_tokens: Counts the tokens of a text.
+
+    Returns:
+        Tokens of context, question and answer prefix together.
+    """
+    return sum(count_tokens(part) for part in (sample.context, sample.question, sample.answer_prefix) if part)
+
+
+def largest(size: Callable[[int], int], limit: int, least: int, task: str) -> int:
+    """Find the largest number of units whose size is within a limit.
+
+    Goes by the slope where that narrows the bracket and by halves where not, so a long prompt is counted only a few
+    times.
+
+    Args:
+        size: Tokens of a prompt of that many units; grows with them.
+        limit: Tokens at most.
+        least: The fewest units that make sense.
+        task: Named in the error.
+
+    Returns:
+        The number of units ``n``: ``size(n) <= limit < size(n + 1)``.
+
+    Raises:
+        ConfigError: If even the fewest units are too long.
+    """
+    low, low_size = least, size(least)
+    if low_size > limit:
+        raise ConfigError(must_be("tokens", f"at least {low_size} for this sample of {task}", limit, "raise it"))
+    step = max(8, least)
+    high = low + step
+    high_size = size(high)
+    while high_size <= limit:
+        slope = max(high_size - low_size, 1) / (high - low)
+        low, low_size = high, high_size
+        step = max(step, int((limit - low_size) / slope * 1.02)) + 1
+        high = low + step
+        high_size = size(high)
+    by_slope = True
+    while high - low > 1:
+        slope = (high_size - low_size) / (high - low)
+        aimed = low + int((limit - low_size) / slope) if by_slope else (low + high) // 2
+        middle, width = min(max(aimed, low + 1), high - 1), high - low
+        middle_size = size(middle)
+        if middle_size <= limit:
+            low, low_size = middle, middle_size
+        else:
+            high, high_size = middle, middle_size
+        by_slope = not by_slope or high - low <= width // 2
+    return low
+
+
+def depth_of(part: str, context: str) -> float:
+    """Say where a part first stands in a context: 0 at the start, 1 at the end."""
+    return round(context.index(part) / max(1, len(context) - len(part)), 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedTask(Task):
+    """A task whose samples grow by units of haystack until they are as long as asked."""
+
+    def samples(self, count: int, tokens: int, seed: int, count_tokens: CountTokens) -> list[Sample]:
+        """Make samples; see :meth:`Task.samples`."""
+        if count < 1:
+            raise ConfigError(must_be("count", "at least 1", count, "ask for one sample or more"))
+        return [self.sample(index, tokens, seed, count_tokens) for index in range(count)]
+
+    def sample(self, index: int, tokens: int, seed: int, count_tokens: CountTokens) -> Sample:
+        """Make one sample.
+
+        Args:
+            index: Its number.
+            tokens: Length at most.
+            seed: Chooses texts, needles and places.
+            count_tokens: Counts the tokens of a text.
+
+        Returns:
+            The longest sample that fits.
+
+        Raises:
+            ConfigError: If ``tokens`` is too small for the task.
+        """
+        least, build = self.builder(index, tokens, seed, count_tokens)
+        return build(largest(lambda units: prompt_tokens(build(units), count_tokens), tokens, least, self.name))
+
+    def params(self) -> dict[str, object]:
+        """Return what a record tells of the task: every parameter but folders and files."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("data", "file")}
+
+    @abstractmethod
+    def builder(
+        self, index: int, tokens: int, seed: int, count_tokens: CountTokens
+    ) -> tuple[int, Callable[[int], Sample]]:
+        """Draw everything that does not depend on the number of units.
+
+        Args:
+            index: Number of the sample.
+            tokens: Length asked for.
+            seed: Chooses what is drawn.
+            count_tokens: Counts the tokens of a text.
+
+        Returns:
+            The fewest units, and what makes the sample of a number of units.
+        """

@@ -1,0 +1,141 @@
+"""Real text to be continued: what a model thinks of the true continuation, given a compressed context."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvfold.core.errors import ConfigError, DataError, must_be
+from kvfold.eval.tasks.build import CountTokens, chance, largest
+from kvfold.eval.tasks.haystack import builtin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSample:
+    """A text cut in two: the first part is compressed, the second is scored and never generated.
+
+    A runner feeds the context, compresses, feeds the continuation and takes the mean negative log-likelihood of its
+    tokens; the first of them is predicted from the context alone. Perplexity is ``exp`` of that, and is not comparable
+    between tokenizers: bits per character are, with ``characters`` of the facts.
+
+    Attributes:
+        task: Name of the task.
+        index: Number of the sample within task, length and seed.
+        context: Text that is compressed.
+        continuation: Text whose tokens are scored.
+        facts: What a report groups by.
+    """
+
+    task: str
+    index: int
+    context: str
+    continuation: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def uid(self) -> str:
+        """Hash of everything in the sample."""
+        described = json.dumps(asdict(self), sort_keys=True, ensure_ascii=True, default=str)
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    def __iter__(self) -> Iterator[str]:
+        """Give context and continuation, so that a sample unpacks into two."""
+        return iter((self.context, self.continuation))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    """Cuts samples out of a real text.
+
+    Attributes:
+        text: Name of a built-in text.
+        file: A text file of the user's, read instead.
+        continuation: Tokens of the second part, at most.
+    """
+
+    name: ClassVar[str] = "perplexity"
+    version: ClassVar[int] = 1
+
+    text: str = "emma"
+    file: str | Path | None = None
+    continuation: int = 256
+
+    def __post_init__(self) -> None:
+        """Check the length of the second part."""
+        if self.continuation < 1:
+            raise ConfigError(must_be("continuation", "at least 1", self.continuation, "score some tokens"))
+
+    def samples(self, count: int, tokens: int, seed: int, count_tokens: CountTokens) -> list[TextSample]:
+        """Cut samples, each from a place of its own.
+
+        Args:
+            count: How many.
+            tokens: Length of context and continuation together, at most.
+            seed: Chooses the places; sample ``i`` does not depend on ``count``.
+            count_tokens: Counts the tokens of a text as the model's tokenizer does.
+
+        Returns:
+            The samples. They may overlap where the text is short; none goes past the end of the text.
+
+        Raises:
+            ConfigError: If the text is too short for one sample, or ``tokens`` for two parts.
+        """
+        if count < 1:
+            raise ConfigError(must_be("count", "at least 1", count, "ask for one sample or more"))
+        if tokens <= self.continuation:
+            raise ConfigError(must_be("tokens", f"above continuation={self.continuation}", tokens, "raise it"))
+        words = self._read().split(" ")
+        tail = largest(
+            lambda n: count_tokens(" ".join(words[-n:])) if n <= len(words) else tokens + n, tokens, 1, "text"
+        )
+        starts = len(words) - tail
+        if starts < 1:
+            found = count_tokens(" ".join(words))
+            fix = "give a longer text as file, or fewer tokens"
+            raise ConfigError(must_be("tokens", f"below the {found} of the text", tokens, fix))
+        return [self._cut(words, starts, index, tokens, seed, count_tokens) for index in range(count)]
+
+    def _read(self) -> str:
+        """Read the text."""
+        if self.file is None:
+            return builtin(self.text)
+        try:
+            return Path(self.file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{self.file} must be a text file: {error}") from error
+
+    def _cut(
+        self, words: list[str], starts: int, index: int, tokens: int, seed: int, count_tokens: CountTokens
+    ) -> TextSample:
+        """Cut one sample."""
+        start = chance(self.name, seed, index).randrange(starts)
+
+        def second(units: int, at: int) -> str:
+            return "".join(" " + word for word in words[at : at + units])
+
+        def first(units: int) -> str:
+            return " ".join(words[start : start + units])
+
+        room = len(words) - start
+        context_words = largest(
+            lambda n: count_tokens(first(n)) if n <= room else tokens + n, tokens - self.continuation, 1, self.name
+        )
+        at = start + context_words
+        scored = largest(
+            lambda n: count_tokens(second(n, at)) if n <= len(words) - at else tokens + n,
+            self.continuation,
+            1,
+            self.name,
+        )
+        continuation = second(scored, at)
+        return TextSample(
+            task=self.name,
+            index=index,
+            context=first(context_words),
+            continuation=continuation,
+            facts={"tokens": tokens, "characters": len(continuation), "start": start},
+        )
