@@ -1,0 +1,1 @@
+"""Figures of a report: colours, plotly fronts for the page, the same as pictures."""

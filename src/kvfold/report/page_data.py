@@ -1,0 +1,112 @@
+"""What the page's script is given: figures, and the answers to every sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvfold.report import page_words as words
+from kvfold.report.figures.fronts import TEMPLATE, front
+from kvfold.report.figures.palette import DASHES, SYMBOLS, Style, styles
+from kvfold.report.merge import DENSE, Asked, Evidence
+from kvfold.report.page_tables import anchor
+from kvfold.report.summary import Row, Summary
+
+LONGEST = 4000
+"""Characters of an output that the page holds; a longer one is cut and says so."""
+
+
+def page_data(evidence: Evidence, summary: Summary) -> dict[str, Any]:
+    """Collect everything the script needs; all numbers are final.
+
+    Args:
+        evidence: The merged runs.
+        summary: Their numbers.
+
+    Returns:
+        Plain data.
+    """
+    style = styles(tuple(policy for policy in evidence.policies if policy != DENSE))
+    return {
+        "template": TEMPLATE,
+        "lines": [_line(name, look) for name, look in style.items()],
+        "views": {"|".join(view["key"]): view for view in _views(summary, style)},
+        **_answers(evidence),
+    }
+
+
+def _line(name: str, look: Style) -> dict[str, Any]:
+    return {
+        "name": name,
+        "colour": f"var(--series-{look.colour})",
+        "symbol": SYMBOLS[look.symbol],
+        "dash": DASHES[look.dash],
+    }
+
+
+def _views(summary: Summary, style: dict[str, Style]) -> list[dict[str, Any]]:
+    return [
+        {
+            "key": [place.task or "", str(place.length), words.awareness(place.query_aware)],
+            "name": words.place_words(place),
+            "table": anchor(place),
+            "words": _in_words(summary.rows[place]),
+            "bytes": front(summary.rows[place], "bytes", style),
+            "time": front(summary.rows[place], "time", style),
+        }
+        for place in summary.places
+    ]
+
+
+def _in_words(rows: tuple[Row, ...]) -> str:
+    """Say what a front shows, for those who do not see it."""
+    dense = [row for row in rows if row.policy == DENSE]
+    parts = [f"Dense scores {words.score(row.mean)}, 95 % CI {words.interval(row.low, row.high)}." for row in dense]
+    parts += [
+        f"{row.policy} scores {words.score(row.mean)} at {words.percent(row.share)} of the bytes, {words.verdict(row)}."
+        for row in rows
+        if row.front and row.policy != DENSE
+    ]
+    return " ".join([*parts, f"{len(rows)} policies; the table holds every number."])
+
+
+def _answers(evidence: Evidence) -> dict[str, Any]:
+    policies = {policy: i for i, policy in enumerate(evidence.policies)}
+    texts: dict[str, int] = {}
+    ordered = sorted(
+        evidence.samples,
+        key=lambda s: (s.record.task, s.record.length, s.record.query_aware, s.record.index, s.record.uid),
+    )
+    samples = [_sample(sample, policies, texts) for sample in ordered]
+    return {"policies": list(policies), "texts": list(texts), "samples": samples}
+
+
+def _sample(asked: Asked, policies: dict[str, int], texts: dict[str, int]) -> dict[str, Any]:
+    record = asked.record
+    results = [
+        [
+            policies[name],
+            texts.setdefault(_cut(result.output), len(texts)),
+            words.score(result.score),
+            words.percent(result.nbytes / result.dense_nbytes),
+            result.ttft_s,
+            result.tpot_s,
+        ]
+        for name, result in sorted(asked.results.items(), key=lambda item: policies[item[0]])
+    ]
+    return {
+        "task": record.task,
+        "length": record.length,
+        "asked": words.awareness(record.query_aware),
+        "index": record.index,
+        "uid": record.uid,
+        "tokens": record.prompt_tokens,
+        "depth": None if asked.depth is None else f"{100 * asked.depth:.0f} %",
+        "answers": list(record.answers),
+        "results": results,
+    }
+
+
+def _cut(output: str) -> str:
+    if len(output) <= LONGEST:
+        return output
+    return f"{output[:LONGEST]} [cut here: {len(output) - LONGEST} more characters in the record]"

@@ -1,0 +1,194 @@
+"""The sections of the page, top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvfold.eval.stats import RESAMPLES
+from kvfold.report import page_words as words
+from kvfold.report.figures.depths import DepthGrid
+from kvfold.report.merge import Evidence
+from kvfold.report.page_markup import Child, Markup, select, tag
+from kvfold.report.page_tables import heat_table, plain_table, score_table
+from kvfold.report.summary import Place, Row, Summary
+
+TITLES = {
+    "short": "In short",
+    "bytes": "Score against memory",
+    "time": "Score against time",
+    "depth": "Depth and length",
+    "tables": "All numbers",
+    "replay": "Replay",
+    "samples": "Answers, one by one",
+    "setup": "Configuration",
+}
+
+
+def section(key: str, *children: Child) -> Markup:
+    """Write a section under its heading."""
+    heading = tag("h2", TITLES[key], id=f"{key}-title")
+    return tag("section", heading, children, id=key, aria_labelledby=f"{key}-title")
+
+
+def short(summary: Summary) -> Markup:
+    """Say, for each length, which smallest cache is not distinguishable from dense.
+
+    Args:
+        summary: The numbers.
+
+    Returns:
+        The section.
+    """
+    found = [tag("li", _finding(place, summary.rows[place])) for place in summary.places if place.task is None]
+    notes = [tag("li", note) for note in summary.notes]
+    caution = (
+        "\u201cNot distinguishable\u201d does not mean equal: the interval says how large a loss this run may have "
+        "missed. The policy named is the best of several on these samples; ask again with another seed before you "
+        "rely on it."
+    )
+    told = [tag("h3", "What to know about these runs"), tag("ul", notes, class_="notes")] if notes else []
+    return section("short", tag("ul", found, class_="findings"), tag("p", caution, class_="quiet"), told)
+
+
+def _finding(place: Place, rows: Sequence[Row]) -> list[Child]:
+    where = tag("b", f"{place.length:,} tokens, {words.awareness(place.query_aware)}: ")
+    others = [row for row in rows if row.difference is not None]
+    good = [row for row in others if row.difference and row.difference.verdict != "lower" and row.share < 1]
+    if not others:
+        return [where, "only dense was run."]
+    best = min(good, key=lambda row: row.share) if good else max(others, key=lambda row: row.mean)
+    numbers = (
+        f" holds {words.percent(best.share)} of the bytes ({words.factor(best.factor)} smaller) and scores "
+        f"{words.score(best.mean)}, {words.verdict(best)}: {words.difference(best)}, n = {best.count}."
+    )
+    lead = "" if good else "every compressed policy scored lower than dense; the least loss: "
+    return [where, lead, tag("code", best.policy), numbers]
+
+
+def fronts(summary: Summary) -> Markup:
+    """Write the two fronts with the choices that they share.
+
+    Args:
+        summary: The numbers.
+
+    Returns:
+        Both sections.
+    """
+    tasks = list(dict.fromkeys(place.task for place in summary.places))
+    asked = list(dict.fromkeys(words.awareness(place.query_aware) for place in summary.places))
+    lengths = list(dict.fromkeys(str(place.length) for place in summary.places))
+    choices = tag(
+        "div",
+        select("view-task", "Task", [(task or "", words.task_name(task)) for task in tasks]),
+        select("view-length", "Length", [(length, f"{int(length):,} tokens") for length in lengths]),
+        select("view-asked", "Question", [(name, name) for name in asked]),
+        class_="controls",
+    )
+    legend = tag("fieldset", tag("legend", "Lines shown"), tag("div", id="legend", class_="legend"), class_="lines")
+    memory = (
+        "Each line is one method with its allocator over budgets, each mark the mean score with its 95 % interval at "
+        "the bytes that were measured. A filled mark is on the front: nothing smaller scores as well. The dashed line "
+        "is dense, its band the 95 % interval."
+    )
+    time = "The same scores against the median time per token that was measured, prefill not included."
+    unmeasured = (
+        "Time per token was not measured in these runs: their answers were decoded in batches. Run kvfold eval in "
+        "mode \u201calone\u201d to measure it."
+    )
+    drawn = [tag("p", time), _figure("time")] if summary.timed else [tag("p", unmeasured, class_="quiet")]
+    return Markup(section("bytes", tag("p", memory), choices, legend, _figure("bytes")) + section("time", drawn))
+
+
+def _figure(cost: str) -> Markup:
+    return tag(
+        "figure",
+        tag("div", id=f"plot-{cost}", class_="plot", role="img", aria_label="Drawn when scripts run."),
+        tag("figcaption", tag("span", id=f"plot-{cost}-name"), " ", tag("a", "Numbers", id=f"plot-{cost}-table")),
+    )
+
+
+def depths(grids: Sequence[DepthGrid]) -> Markup:
+    """Write the heat maps, one task at a time.
+
+    Args:
+        grids: All of them.
+
+    Returns:
+        The section; a sentence where no task says where its answers stand.
+    """
+    if not grids:
+        return section(
+            "depth", tag("p", "No task of these runs says at which depth its answers stand.", class_="quiet")
+        )
+    groups = list(dict.fromkeys((grid.task, grid.query_aware) for grid in grids))
+    names = [f"{task}, {words.awareness(aware)}" for task, aware in groups]
+    text = "Mean score where the answer stands at a depth of the context (0 % is its start), by tokens of context."
+    shown = [
+        tag("div", [heat_table(g) for g in grids if (g.task, g.query_aware) == group], class_="heats", data_group=name)
+        for group, name in zip(groups, names, strict=True)
+    ]
+    chosen = tag("div", select("depth-group", "Task", [(name, name) for name in names]), class_="controls")
+    return section("depth", tag("p", text), chosen, shown)
+
+
+def tables(summary: Summary) -> Markup:
+    """Write every row: all tasks together, then each task behind a fold.
+
+    Args:
+        summary: The numbers.
+
+    Returns:
+        The section.
+    """
+    text = (
+        f"Intervals are paired bootstrap intervals, {RESAMPLES:,} resamples, 95 %; differences are to dense on the "
+        "same samples. Bytes are measured, indices and scales included. Query-agnostic policies compressed before "
+        "they saw the question, query-aware ones after."
+    )
+    whole = [place for place in summary.places if place.task is None]
+    parts = [score_table(summary, whole, "All tasks, equal weight per task")]
+    for task in dict.fromkeys(place.task for place in summary.places if place.task is not None):
+        own = [place for place in summary.places if place.task == task]
+        parts.append(tag("details", tag("summary", task), score_table(summary, own, f"Task {task}")))
+    return section("tables", tag("p", text), parts)
+
+
+def setup(evidence: Evidence) -> Markup:
+    """Write configuration and versions, one column per run.
+
+    Args:
+        evidence: The merged runs.
+
+    Returns:
+        The section.
+    """
+    runs = [run.settings for run in evidence.runs]
+    names = list(dict.fromkeys(name for run in runs for name in run.versions))
+    rows: list[list[Child]] = [
+        ["Model", *(run.model for run in runs)],
+        ["Fingerprint", *(run.fingerprint for run in runs)],
+        ["Data type", *(run.dtype for run in runs)],
+        ["Device", *(run.device for run in runs)],
+        ["Samples done", *(f"{run.found:,} of {run.planned:,}" for run in evidence.runs)],
+        ["Samples per task and length", *(str(run.count) for run in runs)],
+        ["Seed", *(str(run.seed) for run in runs)],
+        ["Question", *(", ".join(map(words.awareness, run.query_aware)) for run in runs)],
+        ["Mode", *(run.mode for run in runs)],
+        ["Template", *(run.template for run in runs)],
+        [
+            "New tokens at most",
+            *("as the task says" if r.max_new_tokens is None else str(r.max_new_tokens) for r in runs),
+        ],
+        ["Prompt tokens per pass", *("all" if run.chunk_size is None else str(run.chunk_size) for run in runs)],
+        ["Lengths", *(", ".join(f"{length:,}" for length in run.lengths) for run in runs)],
+        ["Tasks", *("; ".join(_task(task.name, task.params, task.version) for task in run.tasks) for run in runs)],
+        ["Policies", *([tag("div", tag("code", policy)) for policy in run.policies] for run in runs)],
+    ]
+    rows += [[f"Version of {name}", *(run.versions.get(name, "\N{EN DASH}") for run in runs)] for name in names]
+    heads = ["Setting", *(run.name for run in evidence.runs)]
+    return section("setup", plain_table("Configuration and versions of each run", heads, rows))
+
+
+def _task(name: str, params: dict[str, object], version: int) -> str:
+    inside = ", ".join(f"{key}={value}" for key, value in params.items())
+    return f"{name}({inside}) version {version}" if inside else f"{name} version {version}"

@@ -1,0 +1,201 @@
+"""What the evidence says: scores, differences to dense, bytes and times of each policy, with intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvfold.core.errors import ConfigError
+from kvfold.core.parse import Call, parse_calls
+from kvfold.eval.record import PolicyResult
+from kvfold.eval.stats import Difference, compare
+from kvfold.report.merge import DENSE, Asked, Evidence
+
+_BUDGETS = ("keep", "tau", "rank")
+"""Parameters along which one line of a plot runs."""
+
+
+class Place(NamedTuple):
+    """Where something was measured; ``task`` is ``None`` for all tasks with equal weight."""
+
+    task: str | None
+    length: int
+    query_aware: bool
+
+
+class Line(NamedTuple):
+    """What a plot joins by a line: a method with its allocator, over budgets.
+
+    Attributes:
+        name: The policy's text without its budget.
+        method: Its colour.
+        allocator: Its dash; empty for the method's own.
+    """
+
+    name: str
+    method: str
+    allocator: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One policy at one place.
+
+    Attributes:
+        place: Task, length, and whether the policy saw the question.
+        policy: As text.
+        mean: Of the scores, equal weight per task.
+        low: Lower end of the 95 % interval of the mean.
+        high: Upper end.
+        count: Samples.
+        difference: To dense on the same samples; ``None`` for dense.
+        share: Bytes held, measured, as a share of the dense cache's.
+        factor: Its inverse.
+        rows_read: Mean share of rows read per decoded token.
+        ttft_s: Median time to the first token; mean of the tasks' medians.
+        tpot_s: The same of the time per further token.
+        timed: Samples with times.
+        front: Whether no policy here holds no more bytes and scores no less, one of them strictly.
+    """
+
+    place: Place
+    policy: str
+    mean: float
+    low: float
+    high: float
+    count: int
+    difference: Difference | None
+    share: float
+    factor: float
+    rows_read: float
+    ttft_s: float | None
+    tpot_s: float | None
+    timed: int
+    front: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All rows, by place.
+
+    Attributes:
+        places: Overall ones first, then by task.
+        rows: Of each place, in the order of policies.
+        notes: Of the evidence, and what was left out of the overall rows.
+    """
+
+    places: tuple[Place, ...]
+    rows: dict[Place, tuple[Row, ...]]
+    notes: tuple[str, ...]
+
+    @property
+    def timed(self) -> bool:
+        """Whether any policy's time per token was measured."""
+        return any(row.tpot_s is not None for rows in self.rows.values() for row in rows)
+
+
+def line_of(policy: str) -> Line:
+    """Say which line of a plot a policy belongs to."""
+    try:
+        calls = parse_calls(policy)
+    except ConfigError:
+        return Line(policy, policy, "")
+    bare = [Call(call.name, {k: v for k, v in call.params.items() if k not in _BUDGETS}) for call in calls]
+    allocators = [str(call.params["allocator"]) for call in calls if "allocator" in call.params]
+    return Line(" + ".join(map(str, bare)), " + ".join(call.name for call in calls), ", ".join(allocators))
+
+
+def summarize(evidence: Evidence, progress: Callable[[int, int], None] | None = None) -> Summary:
+    """Compute every row of a report.
+
+    Args:
+        evidence: The merged runs.
+        progress: Called with (places done, places in all).
+
+    Returns:
+        The summary.
+    """
+    cells: dict[Place, list[Asked]] = defaultdict(list)
+    for sample in evidence.samples:
+        cells[Place(sample.record.task, sample.record.length, sample.record.query_aware)].append(sample)
+    order = {task.name: i for i, task in enumerate(t for run in evidence.runs for t in run.settings.tasks)}
+    single = sorted(cells, key=lambda p: (order.get(str(p.task), len(order)), str(p.task), p.length, p.query_aware))
+    overall = sorted({Place(None, place.length, place.query_aware) for place in single}, key=lambda p: p[1:])
+    notes = list(evidence.notes)
+    rows: dict[Place, tuple[Row, ...]] = {}
+    places = (*overall, *single)
+    for done, place in enumerate(places):
+        if progress is not None:
+            progress(done, len(places))
+        tasks = [cells[place]] if place.task is not None else [cells[p] for p in single if p[1:] == place[1:]]
+        found = []
+        for policy in evidence.policies:
+            answered = [[sample for sample in task if policy in sample.results] for task in tasks]
+            if all(answered):
+                found.append(_row(place, policy, answered))
+            elif any(answered):
+                where = "with" if place.query_aware else "without"
+                notes.append(
+                    f"{policy} did not answer every task at {place.length} tokens {where} the question; it has no "
+                    "overall row there."
+                )
+        rows[place] = _mark_front(found)
+        if len({row.count for row in found}) > 1 and place.task is not None:
+            notes.append(f"Policies answered different numbers of samples of {place.task} at {place.length} tokens.")
+    if progress is not None:
+        progress(len(places), len(places))
+    return Summary(places, rows, tuple(dict.fromkeys(notes)))
+
+
+def _row(place: Place, policy: str, tasks: Sequence[Sequence[Asked]]) -> Row:
+    results = [[sample.results[policy] for sample in task] for task in tasks]
+    scores = [[result.score for result in task] for task in results]
+    reference = [[sample.results[DENSE].score for sample in task] for task in tasks]
+    own = compare(scores, [[0.0] * len(task) for task in scores])
+    share = statistics.fmean(_share(task) for task in results)
+    return Row(
+        place=place,
+        policy=policy,
+        mean=own.mean,
+        low=own.low,
+        high=own.high,
+        count=own.count,
+        difference=None if policy == DENSE else compare(scores, reference),
+        share=share,
+        factor=1 / share,
+        rows_read=statistics.fmean(statistics.fmean(result.rows_read for result in task) for task in results),
+        ttft_s=_median([[result.ttft_s for result in task] for task in results]),
+        tpot_s=_median([[result.tpot_s for result in task] for task in results]),
+        timed=sum(result.tpot_s is not None for task in results for result in task),
+    )
+
+
+def _share(results: Sequence[PolicyResult]) -> float:
+    return sum(result.nbytes for result in results) / sum(result.dense_nbytes for result in results)
+
+
+def _median(tasks: Sequence[Sequence[float | None]]) -> float | None:
+    """Mean over tasks of the median over samples; nothing where a task was not timed."""
+    known = [[value for value in task if value is not None] for task in tasks]
+    return statistics.fmean(statistics.median(task) for task in known) if all(known) else None
+
+
+def _mark_front(rows: Sequence[Row]) -> tuple[Row, ...]:
+    def beaten(row: Row) -> bool:
+        return any(
+            other.share <= row.share and other.mean >= row.mean and (other.share, other.mean) != (row.share, row.mean)
+            for other in rows
+        )
+
+    return tuple(dataclasses.replace(row, front=not beaten(row)) for row in rows)
+
+
+def row_json(row: Row) -> dict[str, Any]:
+    """Return a row as plain data."""
+    plain = dataclasses.asdict(row)
+    task, length, query_aware = plain.pop("place")
+    return {"task": task, "length": length, "query_aware": query_aware, **plain}

@@ -1,0 +1,142 @@
+"""The page in headless Chromium: no request, no error, no overflow, readable, usable with keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvfold.report.merge import gather
+from kvfold.report.page import build_page
+from kvfold.report.summary import summarize
+
+from ..helpers.browser import CHROMIUM, DRIVER, Browser, browser
+from ..helpers.runs import write_run
+
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
+
+EVIL = "<script>document.title='gone'</script><img src=x onerror=\"document.title='gone'\"> one two three four five"
+
+CONTRASTS = """
+const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+const over = (top, below) => {
+  const a = top.length > 3 ? top[3] : 1;
+  return [0, 1, 2].map((i) => top[i] * a + below[i] * (1 - a));
+};
+const light = (c) => c.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+const ground = (node) => {
+  const layers = [];
+  for (let at = node; at; at = at.parentElement) layers.unshift(parse(getComputedStyle(at).backgroundColor));
+  return layers.reduce((below, top) => over(top, below), [255, 255, 255]);
+};
+document.querySelectorAll("details").forEach((fold) => { fold.open = true; });
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+const poor = [];
+let seen = 0;
+while (walker.nextNode()) {
+  const node = walker.currentNode.parentElement;
+  const inPlot = node.closest("svg");
+  if (!walker.currentNode.data.trim() || !node.checkVisibility() || node.closest("script, noscript, option")) continue;
+  const style = getComputedStyle(node);
+  const below = ground(inPlot ? inPlot.closest("figure") : node);
+  const ink = over(parse(inPlot ? style.fill : style.color), below);
+  const [a, b] = [light(ink), light(below)].sort((x, y) => x - y);
+  const ratio = (b + 0.05) / (a + 0.05);
+  seen += 1;
+  if (ratio < 4.5) poor.push([walker.currentNode.data.trim().slice(0, 40), ratio.toFixed(2), style.color]);
+}
+return [seen, poor.slice(0, 8)];
+"""
+UNNAMED = """
+const labels = (node) => [...(node.labels || [])].map((label) => label.textContent).join("");
+const name = (node) => node.getAttribute("aria-label") || labels(node) || node.textContent;
+return [...document.querySelectorAll("select, input, button, a, [role=img], [role=region], [tabindex='0']")]
+  .filter((node) => !(name(node) || "").trim()).map((node) => node.outerHTML.slice(0, 120));
+"""
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    write_run(folder / "run", count=5, aware=(False, True), timed=True, output=EVIL)
+    evidence = gather([folder / "run"])
+    (folder / "report.html").write_text(build_page(evidence, summarize(evidence)), encoding="utf-8")
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_fits_and_can_be_read(window: Browser, page: Path, width: int, dark: bool) -> None:
+    window.show(page, width=width, dark=dark)
+    seen, poor = window.run(CONTRASTS)
+    assert seen > 300
+    assert not poor
+    assert window.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert window.run("return document.querySelectorAll('.main-svg').length") >= 2
+    assert not window.run(UNNAMED)
+    assert window.log("browser") == []
+    assert window.requests() == [page.as_uri()]
+
+
+def test_output_of_models_does_not_run(window: Browser, page: Path) -> None:
+    window.show(page)
+    assert window.run("return document.title") == "kvfold report: Qwen2.5-Coder-0.5B"
+    assert window.run("return document.querySelector('#sample-shown pre').textContent") == EVIL
+    assert window.run("return document.querySelectorAll('img').length") == 0
+
+
+def test_figures_follow_choices_and_the_scheme(window: Browser, page: Path) -> None:
+    window.show(page)
+    pick = "const s = document.getElementById('view-task'); s.value = 'qa_1'; s.dispatchEvent(new Event('change'));"
+    label = "return document.getElementById('plot-bytes').getAttribute('aria-label')"
+    assert "All tasks, equal weight, 4,096 tokens, query-agnostic" in window.run(label)
+    window.run(pick)
+    assert "qa_1, 4,096 tokens, query-agnostic" in window.run(label)
+    window.run("document.getElementById('plot-bytes-table').click()")
+    assert window.run("return document.getElementById('rows-task-qa_1-4096-agnostic').closest('details').open")
+    colour = "return document.querySelector('#plot-bytes .scatterlayer path.js-line').style.stroke"
+    light = window.run(colour)
+    scheme = [{"name": "prefers-color-scheme", "value": "dark"}]
+    window.devtools("Emulation.setEmulatedMedia", features=scheme)
+    window.run("return new Promise((done) => setTimeout(done, 300))")
+    assert window.run(colour) != light
+
+
+def test_a_line_is_hidden_with_the_keyboard(window: Browser, page: Path) -> None:
+    window.show(page)
+    traces = "return document.querySelectorAll('#plot-bytes .scatterlayer .trace').length"
+    before = window.run(traces)
+    window.run("document.querySelector('#legend input').focus()")
+    window.press(" ")
+    assert window.run(traces) == before - 1
+
+
+def test_replay_plays_and_pauses(window: Browser, page: Path) -> None:
+    window.show(page)
+    text = "return document.getElementById('replay-left-text').textContent"
+    assert window.run(text) == ""
+    window.run("document.getElementById('replay-play').focus()")
+    window.press(" ")
+    assert window.run("return document.getElementById('replay-play').textContent") == "Pause"
+    waited = "return new Promise((done) => { const t = setInterval(() => { if (document.getElementById("
+    waited += "'replay-status').textContent) { clearInterval(t); done(true); } }, 50); })"
+    assert window.run(waited)
+    assert window.run(text) == EVIL
+    assert window.run("return document.getElementById('replay-play').textContent") == "Play"
+
+
+def test_replay_does_not_move_where_motion_is_unwanted(window: Browser, page: Path) -> None:
+    window.show(page, still=True)
+    assert "Motion is reduced" in window.run("return document.getElementById('replay-status').textContent")
+    window.run("document.getElementById('replay-play').click()")
+    assert window.run("return document.getElementById('replay-left-text').textContent") == EVIL
+    window.run("const s = document.getElementById('replay-at'); s.value = 0; s.dispatchEvent(new Event('input'));")
+    assert window.run("return document.getElementById('replay-left-text').textContent") == ""
