@@ -1,0 +1,164 @@
+"""``kvfold inspect``: what a model's keys look like on a text, and which method that speaks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvfold.cli import _options
+from kvfold.cli._console import note, print_json, progress_bar
+from kvfold.core.errors import ConfigError, DataError, MissingExtraError, must_be
+
+if TYPE_CHECKING:
+    from kvfold.eval.inspect import Advice, Measurements
+    from kvfold.hf.load import Model, Tokenizer
+
+DEFAULT_TOKENS = 4096
+_SUFFIXES = (".png", ".html")
+
+
+def command(
+    model: _options.Model,
+    text: Annotated[Path | None, typer.Option(help="A file of text; a chapter of Emma if left out.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of it; 4096, or as many as text and model allow, if left out.")
+    ] = None,
+    keep: Annotated[float, typer.Option(help="Budget that the advice is for: 0.5, 0.25 or 0.1.")] = 0.25,
+    chunk_size: _options.ChunkSize = 512,
+    dtype: _options.Dtype = "auto",
+    device: _options.Device = "auto",
+    out: Annotated[Path | None, typer.Option(help="Where to put a picture (.png) or a page (.html).")] = None,
+    allow_download: _options.AllowDownload = False,
+    json: _options.Json = False,
+) -> None:
+    """Measure a model's keys, values and attention on a text, and say which method they speak for.
+
+    The text is read once, without compression. Its last 32 tokens play the question that comes after it.
+
+    [bold]Examples[/bold]
+
+      kvfold inspect MODEL
+
+      kvfold inspect MODEL --text contract.txt --tokens 16384 --keep 0.1 --out contract.html
+
+      kvfold inspect model.gguf --tokens 2048 --json
+    """
+    from kvfold.eval.inspect import advise, inspect_model
+    from kvfold.eval.inspect.recovery import KEEPS
+    from kvfold.hf.load import load_model
+
+    if keep not in KEEPS:
+        raise ConfigError(must_be("--keep", f"one of {', '.join(map(str, KEEPS))}", keep, "choose one of these"))
+    if out is not None and out.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(must_be("--out", "a file that ends in .png or .html", str(out), "rename it"))
+    words = _read(text)
+    note(f"loading {model}")
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
+    ids = _cut(loaded, tokenizer, words, tokens)
+    import torch
+
+    with progress_bar("reading") as reading, progress_bar("measuring") as measuring:
+        measured = inspect_model(
+            loaded, torch.tensor([ids]), chunk_size=chunk_size, reading=reading, measuring=measuring
+        )
+    advice = advise(measured, keep)
+    if out is not None:
+        _draw(measured, advice, f"{Path(model).name or model}, {measured.tokens:,} tokens", out)
+    if json:
+        facts: dict[str, Any] = {"model": model, "device": str(loaded.device)}
+        facts |= {"dtype": str(loaded.dtype).removeprefix("torch."), "text": "emma" if text is None else str(text)}
+        print_json({**facts, "advice": advice.as_dict(), "measurements": measured.as_dict()})
+    else:
+        _show(measured, advice, out)
+
+
+def _read(text: Path | None) -> str:
+    """Read the user's text, or the built-in one."""
+    from kvfold.eval.texts import load_text
+
+    if text is None:
+        return load_text()
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DataError(must_be("--text", "a readable text file", str(text), str(reason))) from None
+
+
+def _cut(model: Model, tokenizer: Tokenizer, text: str, tokens: int | None) -> list[int]:
+    """Tokenize, and cut to the length asked for; what cannot be had is refused."""
+    from kvfold.eval.inspect.capture import MIN_TOKENS
+    from kvfold.hf.load import context_length
+
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    most = min(len(ids), context_length(model))
+    wanted = min(most, DEFAULT_TOKENS) if tokens is None else tokens
+    if wanted < MIN_TOKENS:
+        given = must_be("--tokens", f"at least {MIN_TOKENS}", wanted, "raise it")
+        raise ConfigError(
+            given
+            if tokens is not None
+            else must_be("--text", f"at least {MIN_TOKENS} tokens long", wanted, "give a longer one")
+        )
+    if wanted > most:
+        whose = "the text" if most == len(ids) else "the model's context"
+        raise ConfigError(must_be("--tokens", f"at most {most}, {whose}", wanted, "lower it, or give a longer --text"))
+    return ids[:wanted]
+
+
+def _draw(measured: Measurements, advice: Advice, title: str, out: Path) -> None:
+    try:
+        from kvfold.report.geometry import draw_geometry, geometry_page
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise MissingExtraError("--out needs matplotlib; pip install 'kvfold[report]'") from None
+    png = draw_geometry(measured, title)
+    try:
+        if out.suffix.lower() == ".png":
+            out.write_bytes(png)
+        else:
+            out.write_text(geometry_page(measured, advice, title, png), encoding="utf-8")
+    except OSError as error:
+        raise DataError(must_be("--out", "a place that can be written to", str(out), str(error.strerror))) from None
+
+
+def _show(measured: Measurements, advice: Advice, out: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvfold.eval.inspect.recovery import ORACLE
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{advice.policy}[/bold]  by the rule, on {measured.tokens:,} tokens", soft_wrap=True)
+    if not advice.agrees:
+        console.print(f"[bold]but {advice.observed} recovered more attention here[/bold]")
+    for reason in advice.reasons:
+        console.print(f"- {reason}", markup=False, soft_wrap=True)
+    console.print(
+        f"- asked per head, the rule names a best metric in {advice.hit_rate:.0%} of the heads; always the same "
+        f"metric would in {advice.constant_rate:.0%}",
+        soft_wrap=True,
+    )
+    table = Table(title="attention of later queries on the rows kept")
+    table.add_column("rows kept by")
+    for kept in measured.keeps:
+        table.add_column(f"{kept:.0%}", justify="right")
+    for name in measured.layers[0].recovery:
+        label = "best possible" if name == ORACLE else name
+        table.add_row(label, *(f"{measured.recovery(name, kept):.1%}" for kept in measured.keeps))
+    console.print(table)
+    table = Table(title="first key: share of the rows ranked below it")
+    table.add_column("metric")
+    for length in measured.lengths:
+        table.add_column(f"{length:,}", justify="right")
+    for name in measured.metric_names:
+        table.add_row(name, *(f"{measured.sink(name, length):.0%}" for length in measured.lengths))
+    console.print(table)
+    if measured.passed:
+        shown = ", ".join(map(str, measured.passed))
+        console.print(f"layers {shown} do not see the whole context and were not measured", style="dim")
+    if out is not None:
+        console.print(f"written to {out}", style="dim", markup=False, soft_wrap=True)
