@@ -162,7 +162,7 @@ def ask(cache: Cache, question: Question, tokenizer: Tokenizer) -> Answer:
         while len(said) < limit and said[-1] != tokenizer.eos_token_id:
             said.append(step(said[-1:]))
         end = time.perf_counter()
-    text = str(tokenizer.decode(said, skip_special_tokens=True))
+    text = str(tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     return Answer(
         expected=question.expected,
         text=text.strip(),

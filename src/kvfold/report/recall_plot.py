@@ -111,7 +111,15 @@ def _labels(axes: Axes, ends: list[tuple[float, float, str, str]], asked: int) -
     places = spread([y for _, y, _, _ in ends], gap=0.062 * (high - low), low=0.0 - 0.06 * asked, high=high)
     right = axes.get_xlim()[1]
     for (x, y, label, colour), place in zip(ends, places, strict=True):
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "alpha": 0.5, "shrinkA": 2, "shrinkB": 5}
+        line = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.8,
+            "alpha": 0.5,
+            "shrinkA": 2,
+            "shrinkB": 5,
+            "relpos": (0, 0.5),
+        }
         look: dict[str, Any] = {"color": colour, "fontsize": 11, "fontweight": "bold", "va": "center"}
         axes.annotate(
             label,
