@@ -50,7 +50,7 @@ def test_methods_that_need_it_run(family: str, text: str) -> None:
 @pytest.mark.parametrize("family", REFUSED)
 def test_an_unknown_rotation_is_refused_by_name(family: str) -> None:
     model = tiny.ours(family)
-    with pytest.raises(UnsupportedError, match=rf"{type(model).__name__} rotates in an unknown way; use rope_frame=post") as caught:
+    with pytest.raises(UnsupportedError, match=rf"{type(model).__name__} rotates in an unknown way; use a method that compares keys as they are cached") as caught:
         kvfold.Cache(model, policies.text("manifoldkv", 0.5, rope_frame="pre")).prefill(tiny.ids(53))
     assert "\n" not in str(caught.value)
 

@@ -116,6 +116,30 @@ def test_masks_biases_softcap_and_sinks_together(
     torch.testing.assert_close(found.lse.double(), lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("impl", ["reference", "flash"])
+@laws.few(30)
+@given(
+    q_per_kv=laws.Q_PER_KV, head_dim=WIDE, dtype=laws.DTYPES, kv_len=st.sampled_from([1, 15, 63, 257]), q_len=st.sampled_from([1, 2, 17]),
+    shift=st.sampled_from([0.0, 7.0, 12.0]),
+)  # fmt: skip
+def test_rows_that_stand_for_many_tokens(
+    impl: str, q_per_kv: int, head_dim: int, dtype: torch.dtype, kv_len: int, q_len: int, shift: float
+) -> None:
+    """A bias of ``log n`` per row, as large as that of a cluster of 160 000 tokens, and one row that is hidden by it."""
+    q, k, v = (draw(2, h, n, head_dim, dtype=dtype, seed=s) for s, h, n in ((1, 2 * q_per_kv, q_len), (2, 2, kv_len), (3, 2, kv_len)))
+    bias = draw(2, 2, kv_len, seed=4).abs() + shift
+    bias[0, 1] = -torch.inf
+    bias[1, 0, : kv_len // 2] = -torch.inf
+    found = attend(q, k, v, scale=head_dim**-0.5, bias=bias, impl=impl)
+    exact, lse = attention64(q, k, v, head_dim**-0.5, bias=bias)
+    assert torch.isfinite(found.output).all()
+    assert torch.equal(found.output[0, q_per_kv:], torch.zeros_like(found.output[0, q_per_kv:]))
+    size = attention64(q, k, v.abs(), head_dim**-0.5, bias=bias)[0].max()
+    # twice what rounding the inputs of the same sum in this type may cost
+    assert (found.output.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * size + 2e-6
+    torch.testing.assert_close(found.lse.double(), lse, rtol=1e-5, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.parametrize("impl", ["reference", "auto"])
 @laws.few(25)
 @given(
