@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import count
 from random import Random
 
 from kvfold.core.errors import ConfigError, must_be
@@ -13,6 +15,12 @@ from kvfold.eval.sample import Sample, Task
 
 CountTokens = Callable[[str], int]
 """Counts the tokens of a text as the model's tokenizer does."""
+
+_PROBE = 64
+"""Units of the first step: few, so that nothing long is counted before the size of a unit is known."""
+
+_PATIENCE = 12
+"""Steps after which a search goes by halves."""
 
 
 def chance(*names: object) -> Random:
@@ -66,8 +74,9 @@ def prompt_tokens(sample: Sample, count_tokens: CountTokens) -> int:
 def largest(size: Callable[[int], int], limit: int, least: int, task: str) -> int:
     """Find the largest number of units whose size is within a limit.
 
-    Goes by the slope where that narrows the bracket and by halves where not, so a long prompt is counted only a few
-    times.
+    Each step goes to where the average size of a unit puts the first number that is too large, or the last that is not,
+    and further by a margin that doubles while steps end on the same side: a long prompt is counted about six times.
+    Where sizes grow by fits and starts, halves end the search.
 
     Args:
         size: Tokens of a prompt of that many units; grows with them.
@@ -81,29 +90,23 @@ def largest(size: Callable[[int], int], limit: int, least: int, task: str) -> in
     Raises:
         ConfigError: If even the fewest units are too long.
     """
-    low, low_size = least, size(least)
-    if low_size > limit:
-        raise ConfigError(must_be("tokens", f"at least {low_size} for this sample of {task}", limit, "raise it"))
-    step = max(8, least)
-    high = low + step
-    high_size = size(high)
-    while high_size <= limit:
-        slope = max(high_size - low_size, 1) / (high - low)
-        low, low_size = high, high_size
-        step = max(step, int((limit - low_size) / slope * 1.02)) + 1
-        high = low + step
-        high_size = size(high)
-    by_slope = True
-    while high - low > 1:
-        slope = (high_size - low_size) / (high - low)
-        aimed = low + int((limit - low_size) / slope) if by_slope else (low + high) // 2
-        middle, width = min(max(aimed, low + 1), high - 1), high - low
-        middle_size = size(middle)
-        if middle_size <= limit:
-            low, low_size = middle, middle_size
-        else:
-            high, high_size = middle, middle_size
-        by_slope = not by_slope or high - low <= width // 2
+    first = size(least)
+    if first > limit:
+        raise ConfigError(must_be("tokens", f"at least {first} for this sample of {task}", limit, "raise it"))
+    low, high, excess, margin, fits = least, 0, first - limit, 1, True
+    unit = (limit - first) / _PROBE + 1
+    for step in count():
+        if high - low == 1:
+            break
+        aimed = low + int(-excess / unit) + margin if fits else high - math.ceil(excess / unit) - margin + 1
+        at = max(aimed, low + 1)
+        if high:
+            at = (low + high) // 2 if step > _PATIENCE else min(at, high - 1)
+        found = size(at)
+        excess, same = found - limit, (found <= limit) == fits
+        fits, margin = found <= limit, 2 * margin if same else 1
+        low, high = (at, high) if fits else (low, at)
+        unit = max(found - first, 1) / (at - least)
     return low
 
 
