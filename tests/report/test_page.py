@@ -100,6 +100,12 @@ def test_tables_hold_what_the_statistics_say(report: Report) -> None:
             assert difference.verdict in cells[at + 5]
 
 
+def test_few_samples_are_called_few(tmp_path: Path) -> None:
+    write_run(tmp_path, count=2, lengths=(4096,), tasks=("qa_1",))
+    (rows, _) = summarize(gather([tmp_path])).rows.values()
+    assert {words.verdict(row) for row in rows[1:]} == {"not distinguishable from dense (too few samples)"}
+
+
 def test_every_field_has_a_label_and_every_box_a_name(report: Report) -> None:
     elements = Elements(report[2]).found
     labelled = {a["for"] for name, a in elements if name == "label"}

@@ -32,8 +32,8 @@ def replay(evidence: Evidence) -> Markup:
     timed = [sample for sample in evidence.samples if _policies(sample)]
     if not timed:
         sentence = (
-            "Arrival times were not measured in these runs: that takes mode \u201calone\u201d of kvfold eval, in which "
-            "each policy answers by itself."
+            "Arrival times were not measured in these runs: that takes kvfold eval --mode alone, in which each policy "
+            "answers by itself."
         )
         return section("replay", tag("p", sentence, class_="quiet"))
     there = {policy for sample in timed for policy in _policies(sample)}

@@ -92,8 +92,8 @@ def fronts(summary: Summary) -> Markup:
     )
     time = "The same scores against the median time per token that was measured, prefill not included."
     unmeasured = (
-        "Time per token was not measured in these runs: their answers were decoded in batches. Run kvfold eval in "
-        "mode \u201calone\u201d to measure it."
+        "Time per token was not measured in these runs: their answers were decoded in batches. Run kvfold eval "
+        "--mode alone to measure it."
     )
     drawn = [tag("p", time), _figure("time")] if summary.timed else [tag("p", unmeasured, class_="quiet")]
     return Markup(section("bytes", tag("p", memory), choices, legend, _figure("bytes")) + section("time", drawn))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvfold.eval.stats import LEAST_PAIRS
 from kvfold.report.summary import Place, Row
 
 MINUS = "\N{MINUS SIGN}"
@@ -60,6 +61,8 @@ def verdict(row: Row) -> str:
     if row.difference is None:
         return "reference"
     found = row.difference.verdict
+    if row.count < LEAST_PAIRS:
+        return "not distinguishable from dense (too few samples)"
     return f"{found} from dense" if found == "not distinguishable" else f"{found} than dense"
 
 
