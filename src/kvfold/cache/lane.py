@@ -34,6 +34,7 @@ class Lane:
         seen: Tokens appended so far to each sequence of the lane.
         fixed: ``seen`` at the last eviction; cropping cannot reach behind it.
         decoded: Tokens decoded since the last prompt ended.
+        replayed: Whether a method that replays its context has acted.
         observed: What the policy's method needs to have seen.
     """
 
@@ -42,6 +43,7 @@ class Lane:
     seen: int = 0
     fixed: int = 0
     decoded: int = 0
+    replayed: bool = False
     replay_mass: Tensor | None = field(default=None)
 
     @classmethod
@@ -94,8 +96,10 @@ class Lane:
 
     def compress(self, policy: Policy, spec: LayerSpec, call: AttentionCall) -> None:
         """Evict what the policy does not keep; a method that replays acts on the first prompt alone."""
-        if Need.REPLAY in policy.needs and self.replay_mass is None and self.fixed:
-            return
+        if Need.REPLAY in policy.needs:
+            if self.replay_mass is None and self.replayed:
+                return
+            self.replayed = self.replay_mass is not None
         if compress(self.store, policy, spec, call, self.seen, self.observed, self.replay_mass):
             self.fixed = self.seen
         self.replay_mass = None
@@ -180,6 +184,7 @@ class Lane:
             seen=self.seen,
             fixed=self.fixed,
             decoded=self.decoded,
+            replayed=self.replayed,
         )
 
     def fork(self) -> Lane:
@@ -190,6 +195,7 @@ class Lane:
             seen=self.seen,
             fixed=self.fixed,
             decoded=self.decoded,
+            replayed=self.replayed,
             replay_mass=self.replay_mass,
         )
 

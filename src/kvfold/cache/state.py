@@ -13,7 +13,7 @@ from kvfold.cache.rows import RowStore
 from kvfold.core.errors import CacheStateError, DataError
 from kvfold.core.types import Need
 
-_LANE_FACTS = ("seen", "fixed", "decoded")
+_LANE_FACTS = ("seen", "fixed", "decoded", "replayed")
 
 
 def layer_state(layer: CacheLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -85,5 +85,5 @@ def _restore_lane(layer: CacheLayer, index: int, tensors: dict[str, Tensor], fac
         count=int(facts["moment_count"]),
         end=int(facts["queries_end"]),
     )
-    seen, fixed, decoded = (int(facts[name]) for name in _LANE_FACTS)
-    return Lane(store=store, observed=observed, seen=seen, fixed=fixed, decoded=decoded)
+    seen, fixed, decoded, replayed = (int(facts[name]) for name in _LANE_FACTS)
+    return Lane(store=store, observed=observed, seen=seen, fixed=fixed, decoded=decoded, replayed=bool(replayed))

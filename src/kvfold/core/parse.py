@@ -44,7 +44,7 @@ def parse_calls(text: str) -> list[Call]:
     """
     if not isinstance(text, str):
         raise ConfigError(f"policy must be text or a Policy, got {type(text).__name__}; e.g. 'manifoldkv(keep=0.25)'")
-    return [_call(part, text) for part in _split(text, "+", text)]
+    return [_call(part, text) for part in split_outside(text, "+")]
 
 
 def _call(part: str, whole: str) -> Call:
@@ -52,7 +52,7 @@ def _call(part: str, whole: str) -> Call:
     if not match:
         raise ConfigError(f"policy must read name(key=value, ...), got {whole!r}; e.g. 'manifoldkv(keep=0.25)'")
     params: dict[str, Any] = {}
-    for item in _split(match[2] or "", ",", whole):
+    for item in split_outside(match[2] or "", ",", whole):
         if not item.strip():
             continue
         key, equals, value = (piece.strip() for piece in item.partition("="))
@@ -74,8 +74,20 @@ def _value(text: str, whole: str) -> Any:
     return {"none": None, "true": True, "false": False}.get(text.lower(), text)
 
 
-def _split(text: str, separator: str, whole: str) -> list[str]:
-    """Split at a separator that stands outside all brackets."""
+def split_outside(text: str, separator: str, whole: str | None = None) -> list[str]:
+    """Split at a separator that stands outside all brackets.
+
+    Args:
+        text: What is split.
+        separator: One character.
+        whole: What an error quotes; ``text`` itself if left out.
+
+    Returns:
+        The parts, at least one.
+
+    Raises:
+        ConfigError: If brackets are not balanced.
+    """
     parts, depth, start = [], 0, 0
     for index, char in enumerate(text):
         depth += (char in "([") - (char in ")]")
@@ -85,5 +97,5 @@ def _split(text: str, separator: str, whole: str) -> list[str]:
             parts.append(text[start:index])
             start = index + 1
     if depth:
-        raise ConfigError(f"policy must have balanced brackets, got {whole!r}")
+        raise ConfigError(f"policy must have balanced brackets, got {text if whole is None else whole!r}")
     return [*parts, text[start:]]

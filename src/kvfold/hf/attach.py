@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -75,9 +75,7 @@ def _compressing(model: PreTrainedModel, policy: Policy, generate: Callable[...,
             columns = _replayed(cache, prompt, config, kwargs)
         if given is None:
             kwargs[cache_kwarg()] = cache
-        if columns < 1:
-            return generate(inputs, *args, **kwargs)
-        with cache.prompt(columns):
+        with _own_defaults(model), cache.prompt(columns) if columns > 0 else nullcontext():
             return generate(inputs, *args, **kwargs)
 
     return wrapped
@@ -87,6 +85,16 @@ def _replayed(cache: Cache, prompt: Tensor, config: GenerationConfig | None, kwa
     """Feed all but the prompt's last token, compress by replay, and leave the last token to ``generate``."""
     if prompt.is_floating_point():
         raise UnsupportedError(f"{cache.policy.method} reads the context again and needs input_ids, got inputs_embeds")
+    drafts = [
+        name
+        for name in ("assistant_model", "prompt_lookup_num_tokens")
+        if kwargs.get(name, getattr(config, name, None))
+    ]
+    if drafts:
+        raise UnsupportedError(
+            f"{cache.policy.method} reads the context before it decodes, and {drafts[0]} starts from an empty cache in "
+            f"transformers; leave {drafts[0]} out"
+        )
     mask = kwargs.get("attention_mask")
     if prompt.shape[1] > 1:
         cache.prefill(
@@ -98,6 +106,21 @@ def _replayed(cache: Cache, prompt: Tensor, config: GenerationConfig | None, kwa
     if copies > 1:
         cache.batch_repeat_interleave(copies)
     return 0
+
+
+@contextmanager
+def _own_defaults(model: PreTrainedModel) -> Iterator[None]:
+    """Set aside what the checkpoint says about caches by default: hub models ship such settings, users did not ask."""
+    defaults = model.generation_config
+    if defaults is None:
+        yield
+        return
+    before = defaults.cache_implementation, defaults.use_cache
+    defaults.cache_implementation, defaults.use_cache = None, True
+    try:
+        yield
+    finally:
+        defaults.cache_implementation, defaults.use_cache = before
 
 
 def _setting(name: str, config: GenerationConfig | None, kwargs: dict[str, Any]) -> int | None:

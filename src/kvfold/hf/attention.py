@@ -23,7 +23,20 @@ _TAG = "_kvfold_layer"
 
 
 class CacheLength(int):
-    """A number of columns that says by its type that it comes from one of our caches."""
+    """A number of columns that says by its type that it comes from one of our caches.
+
+    Attributes:
+        seen: Tokens that the cache has seen of each sequence; ``None`` where masks need not agree with it.
+    """
+
+    seen: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, columns: int, seen: tuple[int, ...]) -> CacheLength:
+        """Make a length that knows what the cache has seen."""
+        length = cls(columns)
+        length.seen = seen
+        return length
 
 
 def prepare(model: PreTrainedModel) -> str:
@@ -83,10 +96,12 @@ def _attention(
     if layer is None:
         return _stock_attention(stock, module)(module, query, key, value, attention_mask, **kwargs)
     name = type(module).__name__
-    if attention_mask is not None and attention_mask.ndim != 2:
+    # our mask function gives [batch, 1, tokens, 1]: four axes, as models that cut their masks expect
+    if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.shape[1::2] != (1, 1)):
         raise UnsupportedError(
             f"{name} was given an attention mask of its own; a compressed cache takes 2D padding masks alone"
         )
+    valid = None if attention_mask is None else attention_mask[:, 0, :, 0]
     if module.training and kwargs.get("dropout"):
         raise UnsupportedError(f"{name} is in training with dropout; call model.eval() before generating with a cache")
     if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
@@ -98,7 +113,7 @@ def _attention(
         query,
         key,
         value,
-        attention_mask,
+        valid,
         kwargs.get("scaling"),
         kwargs.get("softcap"),
         kwargs.get("s_aux"),
@@ -117,7 +132,7 @@ def _mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """For our caches: which new tokens are real, ``[batch, q_length]`` bool, or ``None``; else the stock mask."""
+    """For our caches: which new tokens are real, ``[batch, 1, q_length, 1]`` bool, or ``None``; else the stock mask."""
     if not isinstance(kv_length, CacheLength):
         return ALL_MASK_ATTENTION_FUNCTIONS[stock](
             batch_size,
@@ -141,5 +156,13 @@ def _mask(
             f"got {attention_mask.shape[-1]}; "
             "extend it with ones for the tokens already in the cache"
         )
-    valid = attention_mask[:, -q_length:].to(torch.bool)
-    return None if bool(valid.all()) else valid
+    real = attention_mask.to(torch.bool)
+    valid = real[:, -q_length:]
+    # one question to the device for both facts
+    whole, *past = torch.cat((valid.all().long()[None], real[:, :-q_length].sum(1))).tolist()
+    if kv_length.seen and past != list(kv_length.seen):
+        raise ShapeError(
+            f"attention_mask must show the tokens already in the cache ({list(kv_length.seen)} per row), got {past}; "
+            "tokens cannot be hidden after they were fed"
+        )
+    return None if whole else valid[:, None, :, None]

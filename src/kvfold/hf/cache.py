@@ -117,6 +117,8 @@ class Cache(transformers.Cache):
         if not 0 <= row < core.batch:
             raise ConfigError(f"row must be in [0, {core.batch}), got {row}; the cache holds {core.batch} sequences")
         lane, index = core.row(row)
+        if not 0 <= head < lane.store.kv_heads:
+            raise ConfigError(f"head must be in [0, {lane.store.kv_heads}), got {head}; these are KV heads")
         return lane.store.row_positions(index, head)
 
     @property

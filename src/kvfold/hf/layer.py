@@ -50,6 +50,7 @@ class LayerView(CacheLayerMixin):
         self.is_sliding = not visibility.is_full
         self.core = CacheLayer(spec, owner.needs, owner.query_window)
         self._pending = False
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._extras: dict[str, Any] | None = None
 
     @property
@@ -107,6 +108,7 @@ class LayerView(CacheLayerMixin):
             tentative=self.owner.keeps_drafts or self.core.spec.layer_idx in self.owner.facts.shared,
             **self._extras_of(module),
         )
+        self._require_own(module)
         valid = None if valid is None else valid.to(query.device)
         if query.shape[1] % key.shape[1]:
             raise ShapeError(f"query heads must be a multiple of KV heads, got {query.shape[1]} and {key.shape[1]}")
@@ -126,6 +128,18 @@ class LayerView(CacheLayerMixin):
             prompt_ends=ends,
             replay=self.owner.replay,
         )
+
+    def _require_own(self, module: nn.Module) -> None:
+        """Refuse a module of another model than the cache's; looked for once, then remembered."""
+        known = self._modules.get(id(module))
+        if known is not None and known() is module:
+            return
+        if not any(one is module for one in self.owner.model.modules()):
+            raise CacheStateError(
+                "the cache belongs to another model than the one that it was passed to; make one with "
+                "Cache(that_model, policy)"
+            )
+        self._modules[id(module)] = weakref.ref(module)
 
     def look_up(self, needs: Need) -> None:
         """Supply more facts of the model from the next call on."""
@@ -152,7 +166,7 @@ class LayerView(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the columns that a padding mask covers after this step; marked as ours for the mask function."""
         self.require_attended()
-        return CacheLength(self.core.columns + query_length), 0
+        return CacheLength.of(self.core.columns + query_length, self.owner.seen_tokens), 0
 
     def get_max_length(self) -> int:
         """Return -1: the layer grows as needed."""

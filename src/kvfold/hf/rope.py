@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from kvfold.core.errors import UnsupportedError
 from kvfold.core.rope import Rotary
 
+_FIX = "use a method that compares keys as they are cached"
 _CHANGING = ("dynamic", "longrope")  # frequencies that depend on how long the context is by now
 
 
@@ -41,13 +42,11 @@ def rotary_of(model: PreTrainedModel, module: nn.Module, layer_type: str | None)
     kind = getattr(embedding, "rope_type", "default")
     kind = kind.get(layer_type, "default") if isinstance(kind, dict) else kind
     if kind in _CHANGING:
-        raise UnsupportedError(
-            f"{name} has {kind!r} rotary scaling, whose frequencies change with length; use rope_frame=post"
-        )
+        raise UnsupportedError(f"{name} has {kind!r} rotary scaling, whose frequencies change with length; {_FIX}")
     prefix = f"{layer_type}_" if per_kind else ""
     inv_freq = getattr(embedding, f"{prefix}inv_freq", None)
     if inv_freq is None:
-        raise UnsupportedError(f"{name} keeps its rotary frequencies in an unknown place; use rope_frame=post")
+        raise UnsupportedError(f"{name} keeps its rotary frequencies in an unknown place; {_FIX}")
     scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
     # the model's own buffer, not a copy: it is read as float32 where it is used, as the model does
     frequencies = inv_freq.detach()
@@ -55,7 +54,7 @@ def rotary_of(model: PreTrainedModel, module: nn.Module, layer_type: str | None)
         rotary = Rotary(inv_freq=frequencies, interleaved=interleaved, scaling=scaling)
         if _agrees(rotary, embedding, module, layer_type if per_kind else None):
             return rotary
-    raise UnsupportedError(f"{name} rotates in an unknown way; use rope_frame=post")
+    raise UnsupportedError(f"{name} rotates in an unknown way; {_FIX}")
 
 
 def _agrees(rotary: Rotary, embedding: nn.Module, module: nn.Module, layer_type: str | None) -> bool:
