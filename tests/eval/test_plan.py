@@ -122,6 +122,12 @@ def test_bytes_of_other_schedules_and_budgets(policy: str, chunk_size: int) -> N
     assert peak >= most
 
 
+def test_what_a_plan_cannot_foresee_is_refused() -> None:
+    policy = kvfold.policy("knorm(keep=64, chunk=64, allocator=given(shares=[[3, 1], [1, 2]]))")
+    with pytest.raises(UnsupportedError, match="allocator=given together with chunk"):
+        cache_nbytes(shape(), policy, TOKENS, torch.float32, CHUNK)
+
+
 def test_a_batch_holds_as_much_per_sequence() -> None:
     policy = text("manifoldkv", 0.25)
     plan = make_plan(

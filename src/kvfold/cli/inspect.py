@@ -142,7 +142,7 @@ def _show(measured: Measurements, advice: Advice, out: Path | None) -> None:
         f"metric would in {advice.constant_rate:.0%}",
         soft_wrap=True,
     )
-    table = Table(title="attention of later queries on the rows kept")
+    table = Table(title="attention on the rows kept")
     table.add_column("rows kept by")
     for kept in measured.keeps:
         table.add_column(f"{kept:.0%}", justify="right")
@@ -150,8 +150,8 @@ def _show(measured: Measurements, advice: Advice, out: Path | None) -> None:
         label = "best possible" if name == ORACLE else name
         table.add_row(label, *(f"{measured.recovery(name, kept):.1%}" for kept in measured.keeps))
     console.print(table)
-    table = Table(title="first key: share of the rows ranked below it")
-    table.add_column("metric")
+    table = Table(title="percentile of the first key")
+    table.add_column("ranked by")
     for length in measured.lengths:
         table.add_column(f"{length:,}", justify="right")
     for name in measured.metric_names:

@@ -187,7 +187,7 @@ def _observed_reasons(
     reasons = [f"attention recovered at keep={keep:g}: {shown}; {verdict}; attention is a proxy for answers"]
     if measurements.rope_note is None:
         pre = measurements.recovery("l2_pre", keep)
-        if pre > found["l2"] + SAME:
+        if pre > found[choice] + SAME:
             reasons.append(f"L2 on keys before RoPE (rope_frame=pre) recovers {pre:.1%}")
     else:
         reasons.append(f"no figures before RoPE: {measurements.rope_note}")
