@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvfold._version import __version__
-from kvfold.cli import chat, demo, env, generate, inspect, methods, plan, report
+from kvfold.cli import chat, demo, env, eval, generate, inspect, methods, plan, report
 from kvfold.core.errors import KvfoldError
 
 
@@ -47,6 +47,7 @@ app = typer.Typer(
 app.command("demo")(demo.command)
 app.command("generate")(generate.command)
 app.command("chat")(chat.command)
+app.command("eval")(eval.command)
 app.command("inspect")(inspect.command)
 app.command("plan")(plan.command)
 app.command("report")(report.command)

@@ -167,8 +167,14 @@ class RunFolder:
         return _read(self.path / "run.json", RunSettings)
 
     def record_path(self, task: str, length: int, query_aware: bool, index: int) -> Path:
-        """Return where a sample's record lies."""
-        return self.path / "records" / task / f"{length}{'-aware' if query_aware else ''}" / f"{index:05d}.json"
+        """Return where a sample's record lies; a slash in the name of a task makes no folder."""
+        return (
+            self.path
+            / "records"
+            / task.replace("/", "__")
+            / f"{length}{'-aware' if query_aware else ''}"
+            / f"{index:05d}.json"
+        )
 
     def write(self, record: SampleRecord) -> None:
         """Write a record, whole or not at all."""

@@ -67,8 +67,8 @@ def run(
         check_stackable(model, settings.policies)
     for task in tasks:
         for length in settings.lengths:
-            # one sample each, so that what cannot be made is said now and not after hours
-            task.samples(1, length, settings.seed, count_tokens)
+            # what cannot be made is said now and not after hours
+            task.samples(settings.count if task.is_finite else 1, length, settings.seed, count_tokens)
     folder.open(settings)
     total = len(tasks) * len(settings.lengths) * len(settings.query_aware) * settings.count
     done = 0

@@ -61,6 +61,8 @@ class Task(ABC):
     name: ClassVar[str]
     version: ClassVar[int] = 1
     """Raised when the samples change; records of another version are not mixed."""
+    is_finite: ClassVar[bool] = False
+    """Whether there are only so many samples."""
 
     @abstractmethod
     def samples(self, count: int, tokens: int, seed: int, count_tokens: Callable[[str], int]) -> list[Sample]:
