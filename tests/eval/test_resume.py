@@ -51,7 +51,7 @@ def test_running_again_changes_and_computes_nothing(
 ) -> None:
     go(tmp_path / "run")
     assert files(tmp_path / "run") == whole
-    monkeypatch.setattr(runner, "_answered", lambda *args: pytest.fail("a finished run computes nothing"))
+    monkeypatch.setattr(runner, "answered", lambda *args: pytest.fail("a finished run computes nothing"))
     go(tmp_path / "run")
     assert files(tmp_path / "run") == whole
 

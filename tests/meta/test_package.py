@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
@@ -14,6 +15,7 @@ import pytest
 
 import kvfold
 from kvfold.core import catalogue
+from kvfold.core.errors import MissingExtraError
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("transformers", "triton", "vllm", "ray", "matplotlib", "typer", "rich", "accelerate", "tokenizers")
@@ -63,7 +65,9 @@ def test_every_module_imports() -> None:
     source = Path(kvfold.__file__).parent
     for path in sorted(source.rglob("*.py")):
         parts = path.relative_to(source.parent).with_suffix("").parts
-        importlib.import_module(".".join(parts).removesuffix(".__init__"))
+        # a module that needs a package which is not installed says so, and nothing else
+        with contextlib.suppress(MissingExtraError):
+            importlib.import_module(".".join(parts).removesuffix(".__init__"))
 
 
 def test_version_is_the_newest_of_the_changelog() -> None:

@@ -1,0 +1,72 @@
+"""What ``kvfold eval`` ends with: a table per task and length, or one JSON document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvfold.cli._console import seconds, stderr
+
+if TYPE_CHECKING:
+    from kvfold.report.summary import Row, Summary
+
+
+def document(out: Path, settings: dict[str, Any], summary: Summary) -> dict[str, Any]:
+    """Return a run's results as plain data.
+
+    Args:
+        out: The folder.
+        settings: Of the run.
+        summary: What it found.
+
+    Returns:
+        ``run``, ``settings``, ``rows`` and ``notes``.
+    """
+    from kvfold.report.summary import row_json
+
+    rows = [row_json(row) for place in summary.places for row in summary.rows[place]]
+    return {"run": str(out), "settings": settings, "rows": rows, "notes": list(summary.notes)}
+
+
+def show(summary: Summary) -> None:
+    """Print a table per task and length, and one over all tasks if there are several.
+
+    Args:
+        summary: What a run found.
+    """
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    several = len({place.task for place in summary.places if place.task is not None}) > 1
+    for place in summary.places:
+        if place.task is None and not several:
+            continue
+        seen = "question seen" if place.query_aware else "question not seen"
+        rows = summary.rows[place]
+        title = f"{place.task or 'all tasks'}, {place.length} tokens, {seen}, n={rows[0].count}"
+        table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+        # on two lines, so that 80 columns are enough
+        timed = ["ttft, tpot"] if any(row.tpot_s is not None for row in rows) else []
+        for heading in ["policy", "score, 95 %", "to dense, 95 %", "verdict", "smaller", *timed]:
+            words = heading in ("policy", "verdict")
+            width = len("distinguishable") if heading == "verdict" else None
+            justify: Literal["left", "right"] = "left" if words else "right"
+            table.add_column(heading, justify=justify, overflow="fold", min_width=width, no_wrap=not words)
+        for row in rows:
+            table.add_row(row.policy, *_cells(row)[: 4 + len(timed)])
+        console.print(table)
+    for remark in summary.notes:
+        stderr().print(remark, markup=False)
+
+
+def _cells(row: Row) -> list[str]:
+    gap = row.difference
+    return [
+        f"{row.mean:.3f}\n{row.low:.3f} to {row.high:.3f}",
+        "-" if gap is None else f"{gap.difference:+.3f}\n{gap.low:+.3f} to {gap.high:+.3f}",
+        "-" if gap is None else gap.verdict,
+        f"{row.factor:.2f}x",
+        f"{seconds(row.ttft_s)}\n{seconds(row.tpot_s)}",
+    ]
