@@ -1,1 +1,1 @@
-"""Shared test code: tiny random models of many families, and oracles computed in another way than the code under test."""
+"""Shared test code: tiny random models of many families, and oracles that share no code with the library."""

@@ -56,7 +56,9 @@ def reachable_tensors(root: object) -> list[Tensor]:
     stack = [root]
     while stack:
         item = stack.pop()
-        if id(item) in seen or isinstance(item, (nn.Module, PreTrainedConfig, Policy, str, bytes, int, float, type, type(None))):
+        if id(item) in seen or isinstance(
+            item, (nn.Module, PreTrainedConfig, Policy, str, bytes, int, float, type, type(None))
+        ):
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
@@ -67,7 +69,12 @@ def reachable_tensors(root: object) -> list[Tensor]:
             stack.extend(item)
         elif type(item).__module__.startswith(("kvfold", "transformers")):
             stack.extend(vars(item).values() if hasattr(item, "__dict__") else ())
-            stack.extend(getattr(item, slot) for kind in type(item).__mro__ for slot in getattr(kind, "__slots__", ()) if hasattr(item, slot))
+            stack.extend(
+                getattr(item, slot)
+                for kind in type(item).__mro__
+                for slot in getattr(kind, "__slots__", ())
+                if hasattr(item, slot)
+            )
     return found
 
 

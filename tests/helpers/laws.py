@@ -24,4 +24,8 @@ def few(examples: int) -> settings:
 
 def shape(q_per_kv: int, head_dim: int = 16) -> dict[str, Any]:
     """Arguments of ``tiny.ours`` for two KV heads of ``q_per_kv`` query heads each."""
-    return {"num_attention_heads": 2 * q_per_kv, "hidden_size": 8 * q_per_kv if q_per_kv > 3 else 24, "head_dim": head_dim}
+    return {
+        "num_attention_heads": 2 * q_per_kv,
+        "hidden_size": 8 * q_per_kv if q_per_kv > 3 else 24,
+        "head_dim": head_dim,
+    }

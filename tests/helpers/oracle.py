@@ -1,4 +1,4 @@
-"""Oracles that share no code with the library: attention in float64, and a stock model whose rows are masked per head."""
+"""Oracles that share no code with the library: attention in float64, and a stock model with rows masked per head."""
 
 from __future__ import annotations
 
@@ -57,7 +57,13 @@ def causal(q_len: int, kv_len: int) -> Tensor:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     del attention_mask, kwargs
     visible = causal(query.shape[2], key.shape[2]).expand(query.shape[0], query.shape[1], -1, -1)
@@ -106,20 +112,28 @@ def evicted_rows(cache: kvfold.Cache, layer: int, batch: int, tokens: int) -> Te
 FAMILY = "masked_family_oracle"
 
 
-def _attend_eagerly(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+def _attend_eagerly(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Any:
     """The family's own eager attention, with the evicted rows of a layer at minus infinity, per head."""
     evicted = _EVICTED.get(module.layer_idx)
     if evicted is not None and query.shape[2] == 1:
-        rows = torch.nn.functional.pad(evicted, (0, key.shape[2] - evicted.shape[-1])).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        rows = torch.nn.functional.pad(evicted, (0, key.shape[2] - evicted.shape[-1])).repeat_interleave(
+            query.shape[1] // key.shape[1], 1
+        )
         attention_mask = attention_mask.expand(-1, query.shape[1], -1, -1).masked_fill(rows.unsqueeze(2), -torch.inf)
-    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return sys.modules[type(module).__module__].eager_attention_forward(
+        module, query, key, value, attention_mask, **kwargs
+    )
 
 
 AttentionInterface.register(FAMILY, _attend_eagerly)
 AttentionMaskInterface.register(FAMILY, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-def masked_family_continuation(model: PreTrainedModel, cache: kvfold.Cache, prompt: Tensor, following: Tensor) -> Tensor:
+def masked_family_continuation(
+    model: PreTrainedModel, cache: kvfold.Cache, prompt: Tensor, following: Tensor
+) -> Tensor:
     """As :func:`masked_continuation`, through the family's own eager attention, for the layers that are compressed."""
     stock = copy.deepcopy(model)
     stock.config._attn_implementation = FAMILY

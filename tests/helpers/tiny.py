@@ -47,40 +47,80 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, 
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": _family("Llama"),
     "qwen2": _family("Qwen2"),
-    "qwen2_sliding": _family("Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, num_hidden_layers=3),
+    "qwen2_sliding": _family(
+        "Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, num_hidden_layers=3
+    ),
     "qwen3": _family("Qwen3"),
     "qwen3_moe": _family("Qwen3Moe", **MOE),
     "mistral": _family("Mistral", sliding_window=None),
     "mistral_sliding": _family("Mistral", sliding_window=WINDOW),
     "gemma2": _family(
-        "Gemma2", sliding_window=WINDOW, num_hidden_layers=4, query_pre_attn_scalar=24, attn_logit_softcapping=5.0,
-        final_logit_softcapping=10.0, tie_word_embeddings=False,
+        "Gemma2",
+        sliding_window=WINDOW,
+        num_hidden_layers=4,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        tie_word_embeddings=False,
     ),
     "gemma3": _family(
-        "Gemma3Text", "Gemma3", sliding_window=WINDOW, num_hidden_layers=4, query_pre_attn_scalar=24, layer_types=SLIDING_FULL,
+        "Gemma3Text",
+        "Gemma3",
+        sliding_window=WINDOW,
+        num_hidden_layers=4,
+        query_pre_attn_scalar=24,
+        layer_types=SLIDING_FULL,
         tie_word_embeddings=False,
     ),
     "phi3": _family("Phi3", sliding_window=None),
     "phi3_partial": _family("Phi3", sliding_window=None, partial_rotary_factor=0.5),
     "gpt_oss": _family(
-        "GptOss", sliding_window=WINDOW, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, layer_types=SLIDING_FULL
+        "GptOss",
+        sliding_window=WINDOW,
+        num_hidden_layers=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=SLIDING_FULL,
     ),
     "llama4": _family(
-        "Llama4Text", "Llama4", attention_chunk_size=WINDOW, num_hidden_layers=4, num_local_experts=2, intermediate_size_mlp=48,
-        no_rope_layer_interval=2, interleave_moe_layer_step=2,
+        "Llama4Text",
+        "Llama4",
+        attention_chunk_size=WINDOW,
+        num_hidden_layers=4,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        no_rope_layer_interval=2,
+        interleave_moe_layer_step=2,
     ),
-    "granite": _family("Granite", attention_multiplier=0.4, residual_multiplier=0.5, embedding_multiplier=1.5, logits_scaling=2.0),
+    "granite": _family(
+        "Granite", attention_multiplier=0.4, residual_multiplier=0.5, embedding_multiplier=1.5, logits_scaling=2.0
+    ),
     "gemma3n": _family(
-        "Gemma3nText", "Gemma3n", sliding_window=WINDOW, num_hidden_layers=6, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB,
-        hidden_size_per_layer_input=8, laurel_rank=8, layer_types=["sliding_attention", "full_attention"] * 3,
-        activation_sparsity_pattern=[0.0] * 6, tie_word_embeddings=False,
-    ),
-    "gemma4": _family(
-        "Gemma4Text", "Gemma4", sliding_window=WINDOW, num_hidden_layers=6, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB,
-        hidden_size_per_layer_input=8, layer_types=["sliding_attention", "full_attention"] * 3, global_head_dim=16,
+        "Gemma3nText",
+        "Gemma3n",
+        sliding_window=WINDOW,
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        activation_sparsity_pattern=[0.0] * 6,
         tie_word_embeddings=False,
     ),
-}  # fmt: skip
+    "gemma4": _family(
+        "Gemma4Text",
+        "Gemma4",
+        sliding_window=WINDOW,
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        global_head_dim=16,
+        tie_word_embeddings=False,
+    ),
+}
 """Every family by name; ``sliding``, ``chunked`` and ``shared`` layers are in those that have them."""
 
 
@@ -88,7 +128,9 @@ NO_SDPA = ("gemma2", "gpt_oss")
 """Families whose soft cap or sinks SDPA cannot serve in every supported transformers."""
 
 
-def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, attn: str = "sdpa", **changes: Any) -> PreTrainedModel:
+def build(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, attn: str = "sdpa", **changes: Any
+) -> PreTrainedModel:
     """Make a random model of a family, in evaluation mode, that generates without an end token."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -109,17 +151,23 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, attn: 
 
 
 @functools.lru_cache(maxsize=64)
-def _made(family: str, dtype: torch.dtype, seed: int, attn: str, role: str, changes: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
+def _made(
+    family: str, dtype: torch.dtype, seed: int, attn: str, role: str, changes: tuple[tuple[str, Any], ...]
+) -> PreTrainedModel:
     del role
     return build(family, dtype, seed, attn, **dict(changes))
 
 
-def ours(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, attn: str = "sdpa", **changes: Any) -> PreTrainedModel:
+def ours(
+    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, attn: str = "sdpa", **changes: Any
+) -> PreTrainedModel:
     """Give the shared model of a family that tests may prepare."""
     return _made(family, dtype, seed, attn, "ours", tuple(sorted(changes.items())))
 
 
-def stock(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, attn: str = "eager", **changes: Any) -> PreTrainedModel:
+def stock(
+    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, attn: str = "eager", **changes: Any
+) -> PreTrainedModel:
     """Give the model of equal weights that kvfold never touches."""
     return _made(family, dtype, seed, attn, "stock", tuple(sorted(changes.items())))
 

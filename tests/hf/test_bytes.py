@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import kvfold
-
-from ..helpers import caches, policies, tiny
+from tests.helpers import caches, policies, tiny
 
 TOKENS = 4096
 
@@ -25,7 +24,9 @@ def dense() -> kvfold.Cache:
 def alive() -> int:
     """Bytes of all storages behind tensors that Python can still reach, of pool size or so."""
     gc.collect()
-    return caches.storage_nbytes([item for item in gc.get_objects() if type(item) is torch.Tensor and item.numel() > 1000])
+    return caches.storage_nbytes(
+        [item for item in gc.get_objects() if type(item) is torch.Tensor and item.numel() > 1000]
+    )
 
 
 @pytest.mark.parametrize("method", ["knorm", "snapkv", "manifoldkv"])

@@ -1,4 +1,4 @@
-"""Law 12, and the whole seam: every family is right when dense, and compressed where it can be, with prompts beyond its window."""
+"""Law 12: every family is right when dense, and compressed where it can be, with prompts beyond its window."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import kvfold
-
-from ..helpers import caches, oracle, policies, tiny
+from tests.helpers import caches, oracle, policies, tiny
 
 FAMILIES = list(tiny.FAMILIES)
 PASSED = {
@@ -50,7 +49,9 @@ def test_dense_generation_is_the_stock_models(family: str) -> None:
         assert torch.equal(model.generate(prompt, max_new_tokens=24, do_sample=False), expected)
     for chunk_size in (1, 10):
         cache = kvfold.Cache(model).prefill(prompt[:, :-1], chunk_size=chunk_size)
-        assert torch.equal(model.generate(prompt, max_new_tokens=24, do_sample=False, **{caches.cache_kwarg(): cache}), expected)
+        assert torch.equal(
+            model.generate(prompt, max_new_tokens=24, do_sample=False, **{caches.cache_kwarg(): cache}), expected
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,13 +86,16 @@ def test_half_is_kept_in_full_layers_and_all_in_others(family: str, method: str)
     assert (stats.compressed_layers, stats.passed_layers) == PASSED.get(family, (tuple(range(layers)), ()))
     if stats.compressed_layers:
         assert stats.stored_tokens == (LONG // 2,) * 2
-        assert stats.nbytes < stats.dense_nbytes
+        # rows that other layers read too are given back one step later
+        assert stats.nbytes < stats.dense_nbytes or cache.facts.shared
     for layer in stats.passed_layers:
         visible = cache.layers[layer].core.spec.visibility
         # what the next query, at position LONG, will see beside itself
         assert int(cache.stored_tokens(layer).min()) >= LONG - visible.first_visible(LONG)
     caches.decode(cache, tiny.ids(3, 2, seed=1))
     assert cache.seen_tokens == (LONG + 3,) * 2
+    for layer in stats.passed_layers:
+        assert int(cache.stored_tokens(layer).max()) <= 2 * tiny.WINDOW + 16
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel, TextStreamer, pipeline
 import kvfold
 from kvfold.core.errors import UnsupportedError
 from kvfold.hf.compat import cache_kwarg
-
-from ..cli.conftest import byte_tokenizer
-from ..helpers import caches, policies, tiny
+from tests.cli.conftest import byte_tokenizer
+from tests.helpers import caches, policies, tiny
 
 PROMPT = 60
 NEW = 12
@@ -93,7 +92,15 @@ def test_beams_equal_rows_of_a_policy_that_evicts() -> None:
     """Beam search over compressed rows, by hand: each hypothesis scored on a fork of the compressed prompt."""
     model, prompt = tiny.ours(), tiny.ids(PROMPT)
     with kvfold.attach(model, HALF):
-        found = run(model, prompt, num_beams=3, do_sample=False, return_dict_in_generate=True, output_scores=True, length_penalty=0.0)
+        found = run(
+            model,
+            prompt,
+            num_beams=3,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            length_penalty=0.0,
+        )
     # the last prompt token's logits come from the uncompressed prompt, later ones from compressed rows
     cache = kvfold.Cache(model, HALF)
     new = found.sequences[:, PROMPT:]
@@ -106,7 +113,10 @@ def test_beams_equal_rows_of_a_policy_that_evicts() -> None:
 @pytest.mark.parametrize("how", ["assistant", "lookup"])
 def test_assisted_decoding_is_plain_greedy_under_the_same_policy(method: str, how: str) -> None:
     model = tiny.ours()
-    assisting = {"assistant": {"assistant_model": tiny.stock(attn="sdpa", seed=0)}, "lookup": {"prompt_lookup_num_tokens": 4}}[how]
+    assisting = {
+        "assistant": {"assistant_model": tiny.stock(attn="sdpa", seed=0)},
+        "lookup": {"prompt_lookup_num_tokens": 4},
+    }[how]
     with kvfold.attach(model, policies.text(method, 0.5)):
         for seed in range(3):
             prompt = tiny.ids(PROMPT, seed=seed)
@@ -128,16 +138,23 @@ def test_an_assistant_that_is_compressed_itself_is_right_or_refused() -> None:
         try:
             found = run(model, tiny.ids(PROMPT), do_sample=False, assistant_model=assistant)
         except kvfold.KvfoldError as error:
-            assert "\n" not in str(error)
-            assert "crop must stay within" in str(error)
+            refusal = str(error)
         else:
+            refusal = None
             assert torch.equal(found, plain)
+        assert refusal is None or ("crop must stay within" in refusal and "\n" not in refusal)
 
 
 def test_assisted_decoding_where_the_prompts_end_is_unknown_is_refused() -> None:
     model = tiny.ours()
-    with pytest.raises(UnsupportedError, match="needs to know where the prompt ends; generate inside kvfold.attach"):
-        run(model, tiny.ids(PROMPT), prompt_lookup_num_tokens=3, do_sample=False, **{cache_kwarg(): kvfold.Cache(model, HALF)})
+    with pytest.raises(UnsupportedError, match=r"needs to know where the prompt ends; generate inside kvfold\.attach"):
+        run(
+            model,
+            tiny.ids(PROMPT),
+            prompt_lookup_num_tokens=3,
+            do_sample=False,
+            **{cache_kwarg(): kvfold.Cache(model, HALF)},
+        )
     with (
         pytest.raises(UnsupportedError, match="build the policy without every"),
         kvfold.attach(model, policies.text("knorm", 0.5, every=4)),
@@ -145,7 +162,9 @@ def test_assisted_decoding_where_the_prompts_end_is_unknown_is_refused() -> None
         run(model, tiny.ids(PROMPT), prompt_lookup_num_tokens=3, do_sample=False)
 
 
-@pytest.mark.parametrize("policy", ["dense", HALF, policies.text("knorm", 20, chunk=16), policies.text("h2o", 0.5, every=4)])
+@pytest.mark.parametrize(
+    "policy", ["dense", HALF, policies.text("knorm", 20, chunk=16), policies.text("h2o", 0.5, every=4)]
+)
 @pytest.mark.parametrize("chunk_size", [None, 1, 7])
 def test_prefill_chunks_of_generate_give_the_same_text(policy: str, chunk_size: int | None) -> None:
     model, prompt = tiny.ours(), tiny.ids(PROMPT)
@@ -162,7 +181,9 @@ def test_prefill_chunks_of_generate_give_the_same_text(policy: str, chunk_size: 
             assert torch.equal(mine[mine < PROMPT], positions)
 
 
-@pytest.mark.parametrize("policy", ["dense", HALF, policies.text("manifoldkv", 24), policies.text("snapkv", 0.4, every=3)])
+@pytest.mark.parametrize(
+    "policy", ["dense", HALF, policies.text("manifoldkv", 24), policies.text("snapkv", 0.4, every=3)]
+)
 @pytest.mark.parametrize("inside", [False, True])
 def test_turns_feed_new_tokens_only_at_their_true_position(policy: str, inside: bool) -> None:
     model = tiny.ours()
@@ -224,7 +245,10 @@ def test_embeddings_as_prompt() -> None:
     with kvfold.attach(model, HALF):
         by_ids = run(model, prompt, do_sample=False)[:, PROMPT:]
         assert torch.equal(model.generate(inputs_embeds=embeds, max_new_tokens=NEW, do_sample=False), by_ids)
-    with kvfold.attach(model, "kvzip(keep=0.5)"), pytest.raises(UnsupportedError, match="needs input_ids, got inputs_embeds"):
+    with (
+        kvfold.attach(model, "kvzip(keep=0.5)"),
+        pytest.raises(UnsupportedError, match="needs input_ids, got inputs_embeds"),
+    ):
         model.generate(inputs_embeds=embeds, max_new_tokens=NEW)
 
 

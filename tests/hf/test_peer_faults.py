@@ -13,8 +13,7 @@ from transformers import DynamicCache
 import kvfold
 from kvfold.core.errors import UnsupportedError
 from kvfold.hf.compat import cache_kwarg
-
-from ..helpers import caches, policies, tiny
+from tests.helpers import caches, policies, tiny
 
 REAL, PADDED = 100, 128
 
@@ -114,9 +113,13 @@ def test_r09_a_second_turn_feeds_its_new_tokens_at_their_true_position() -> None
     model, cache = tiny.ours(), compressed()
     talk = model.generate(tiny.ids(128), max_new_tokens=5, do_sample=False, **{cache_kwarg(): cache})
     before, fed = cache.get_seq_length(), []
-    handle = model.register_forward_pre_hook(lambda m, a, kw: fed.append((kw["input_ids"].shape[1], kw.get("position_ids"))), with_kwargs=True)
+    handle = model.register_forward_pre_hook(
+        lambda m, a, kw: fed.append((kw["input_ids"].shape[1], kw.get("position_ids"))), with_kwargs=True
+    )
     try:
-        model.generate(torch.cat((talk, tiny.ids(20, seed=1)), 1), max_new_tokens=1, do_sample=False, **{cache_kwarg(): cache})
+        model.generate(
+            torch.cat((talk, tiny.ids(20, seed=1)), 1), max_new_tokens=1, do_sample=False, **{cache_kwarg(): cache}
+        )
     finally:
         handle.remove()
     # 20 new tokens, and the last token of the first turn, which was returned but never fed
@@ -132,7 +135,11 @@ def test_r10_assisted_decoding_equals_greedy() -> None:
     with kvfold.attach(model, policies.text("knorm", 0.5)):
         greedy = model.generate(prompt, max_new_tokens=16, do_sample=False, return_dict_in_generate=True)
         assisted = model.generate(
-            prompt, max_new_tokens=16, do_sample=False, return_dict_in_generate=True, assistant_model=tiny.stock(attn="sdpa", seed=1)
+            prompt,
+            max_new_tokens=16,
+            do_sample=False,
+            return_dict_in_generate=True,
+            assistant_model=tiny.stock(attn="sdpa", seed=1),
         )
     assert torch.equal(greedy.sequences, assisted.sequences)
     one, other = (getattr(found, "cache", None) or found.past_key_values for found in (greedy, assisted))
@@ -196,7 +203,9 @@ def test_r16_scores_use_normed_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("qwen3_moe", num_hidden_layers=1)
     attention, found = model.model.layers[0].self_attn, []
     hidden: list[tuple[Tensor, Tensor, Tensor]] = []
-    attention.register_forward_pre_hook(lambda m, a, kw: hidden.append((kw["hidden_states"], *kw["position_embeddings"])), with_kwargs=True)
+    attention.register_forward_pre_hook(
+        lambda m, a, kw: hidden.append((kw["hidden_states"], *kw["position_embeddings"])), with_kwargs=True
+    )
     cache = kvfold.Cache(model, policies.text("snapkv", 0.5))
     plain = type(cache.policy.evictor).score
 

@@ -10,17 +10,20 @@ import torch
 import kvfold
 from kvfold.core.errors import UnsupportedError
 from kvfold.hf.rope import rotary_of
-
-from ..helpers import caches, policies, tiny
+from tests.helpers import caches, policies, tiny
 
 REFUSED = ("llama4", "gemma3n", "gemma4")
 """Families whose own rotation has another form or name: refused by name, never guessed."""
 READ = [family for family in tiny.FAMILIES if family not in REFUSED]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
     "rope_theta": 10000.0,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", READ)
@@ -28,7 +31,9 @@ def test_unrotated_keys_do_not_depend_on_their_position(family: str) -> None:
     """Feed one token at many positions: after unrotation its first-layer keys are equal."""
     model = tiny.ours(family)
     cache = kvfold.Cache(model, policies.text("manifoldkv", 1.0, rope_frame="pre"))
-    caches.feed(cache, torch.full((1, 12), 7), position_ids=torch.tensor([[0, 1, 2, 3, 5, 8, 13, 40, 77, 200, 900, 4000]]))
+    caches.feed(
+        cache, torch.full((1, 12), 7), position_ids=torch.tensor([[0, 1, 2, 3, 5, 8, 13, 40, 77, 200, 900, 4000]])
+    )
     positions = torch.tensor([0, 1, 2, 3, 5, 8, 13, 40, 77, 200, 900, 4000])
     first = cache.views[0]
     modules = [m for m in model.modules() if hasattr(m, "k_proj") or hasattr(m, "qkv_proj")]
@@ -40,7 +45,9 @@ def test_unrotated_keys_do_not_depend_on_their_position(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", READ)
-@pytest.mark.parametrize("text", [policies.text("manifoldkv", 0.5, rope_frame="pre"), policies.text("expected_attention", 0.5)])
+@pytest.mark.parametrize(
+    "text", [policies.text("manifoldkv", 0.5, rope_frame="pre"), policies.text("expected_attention", 0.5)]
+)
 def test_methods_that_need_it_run(family: str, text: str) -> None:
     cache = kvfold.Cache(tiny.ours(family), text).prefill(tiny.ids(53))
     for layer in cache.facts.compressed:
@@ -50,7 +57,10 @@ def test_methods_that_need_it_run(family: str, text: str) -> None:
 @pytest.mark.parametrize("family", REFUSED)
 def test_an_unknown_rotation_is_refused_by_name(family: str) -> None:
     model = tiny.ours(family)
-    with pytest.raises(UnsupportedError, match=rf"{type(model).__name__} rotates in an unknown way; use a method that compares keys as they are cached") as caught:
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"{type(model).__name__} rotates in an unknown way; use a method that compares keys as they are cached",
+    ) as caught:
         kvfold.Cache(model, policies.text("manifoldkv", 0.5, rope_frame="pre")).prefill(tiny.ids(53))
     assert "\n" not in str(caught.value)
 
@@ -78,7 +88,7 @@ def test_frequencies_that_change_with_length_are_refused_by_name(kind: str) -> N
         parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 2048}
     model = tiny.build("llama", rope_parameters=parameters)
     cache = kvfold.Cache(model, policies.text("manifoldkv", 0.5, rope_frame="pre"))
-    with pytest.raises(UnsupportedError, match=rf"LlamaForCausalLM has '{kind}' rotary scaling.*use rope_frame=post"):
+    with pytest.raises(UnsupportedError, match=rf"LlamaForCausalLM has '{kind}' rotary scaling.*; use a method that"):
         caches.feed(cache, tiny.ids(20))
     caches.feed(kvfold.Cache(model, policies.text("manifoldkv", 0.5)), tiny.ids(20))
 
@@ -86,7 +96,9 @@ def test_frequencies_that_change_with_length_are_refused_by_name(kind: str) -> N
 def test_a_model_without_rotary_embedding_is_refused_by_name() -> None:
     import transformers
 
-    config = transformers.GPT2Config(vocab_size=tiny.VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=None, eos_token_id=None)
+    config = transformers.GPT2Config(
+        vocab_size=tiny.VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=None, eos_token_id=None
+    )
     model = transformers.GPT2LMHeadModel(config).eval()
     cache = kvfold.Cache(model, policies.text("manifoldkv", 0.5, rope_frame="pre"))
     with pytest.raises(UnsupportedError, match="GPT2LMHeadModel has no rotary embedding"):

@@ -10,11 +10,21 @@ import kvfold
 from kvfold.core.interfaces import ScoreContext
 from kvfold.methods.evict.h2o import H2O
 from kvfold.methods.evict.snapkv import SnapKV
-
-from ..helpers import caches, policies, tiny
+from tests.helpers import caches, policies, tiny
 
 WINDOW = 4
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "granite", "gemma3", "gemma2", "gpt_oss", "phi3_partial", "llama4", "gemma3n"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "granite",
+    "gemma3",
+    "gemma2",
+    "gpt_oss",
+    "phi3_partial",
+    "llama4",
+    "gemma3n",
+]
 
 
 def attention_weights(family: str, prompt: Tensor) -> tuple[Tensor, ...]:

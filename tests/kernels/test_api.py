@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from kvfold.core.errors import ShapeError, UnsupportedError
 from kvfold.kernels.attention import attend
 from kvfold.kernels.scores import received_attention, window_attention
-
-from ..helpers import laws
-from ..helpers.oracle import attention64, causal
+from tests.helpers import laws
+from tests.helpers.oracle import attention64, causal
 
 Q, K = torch.zeros(2, 4, 3, 16), torch.zeros(2, 2, 7, 16)
 
@@ -48,7 +47,10 @@ def test_bad_shapes(changes: dict[str, object], message: str) -> None:
         ({"causal": True}, "a causal group whose queries and keys differ in number"),
         ({"v": K[..., :8]}, "keys and values of unequal width"),
         ({"k": K[:, :, :0], "v": K[:, :, :0]}, "an empty group"),
-        ({"q": Q.to(torch.float8_e5m2), "k": K.to(torch.float8_e5m2), "v": K.to(torch.float8_e5m2)}, "dtype torch.float8_e5m2"),
+        (
+            {"q": Q.to(torch.float8_e5m2), "k": K.to(torch.float8_e5m2), "v": K.to(torch.float8_e5m2)},
+            "dtype torch.float8_e5m2",
+        ),
         ({"q": Q.to("meta"), "k": K.to("meta"), "v": K.to("meta")}, "device meta"),
     ],
 )
@@ -60,10 +62,17 @@ def test_an_explicit_choice_never_falls_back(changes: dict[str, object], why: st
 
 @laws.few(30)
 @given(
-    q_per_kv=laws.Q_PER_KV, q_len=st.sampled_from([1, 5, 40]), kv_len=st.sampled_from([1, 15, 63]), is_causal=st.booleans(),
-    softcap=st.sampled_from([None, 2.0]), reduce=st.sampled_from(["sum", "max"]), dtype=laws.DTYPES,
-)  # fmt: skip
-def test_received_attention(q_per_kv: int, q_len: int, kv_len: int, is_causal: bool, softcap: float | None, reduce: str, dtype: torch.dtype) -> None:
+    q_per_kv=laws.Q_PER_KV,
+    q_len=st.sampled_from([1, 5, 40]),
+    kv_len=st.sampled_from([1, 15, 63]),
+    is_causal=st.booleans(),
+    softcap=st.sampled_from([None, 2.0]),
+    reduce=st.sampled_from(["sum", "max"]),
+    dtype=laws.DTYPES,
+)
+def test_received_attention(
+    q_per_kv: int, q_len: int, kv_len: int, is_causal: bool, softcap: float | None, reduce: str, dtype: torch.dtype
+) -> None:
     draw = torch.Generator().manual_seed(q_len * kv_len)
     q, k = (torch.randn(2, h, n, 16, generator=draw).to(dtype) for h, n in ((2 * q_per_kv, q_len), (2, kv_len)))
     visible = causal(q_len, kv_len) if is_causal else torch.ones(q_len, kv_len, dtype=torch.bool)
@@ -87,11 +96,21 @@ def test_received_attention_of_parts_adds_up() -> None:
 
 
 @laws.few(30)
-@given(q_per_kv=laws.Q_PER_KV, window=st.sampled_from([1, 4, 8]), softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(), gaps=st.booleans())
+@given(
+    q_per_kv=laws.Q_PER_KV,
+    window=st.sampled_from([1, 4, 8]),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    gaps=st.booleans(),
+)
 def test_window_attention(q_per_kv: int, window: int, softcap: float | None, sinks: bool, gaps: bool) -> None:
     draw = torch.Generator().manual_seed(window)
     q, k = torch.randn(2, 2 * q_per_kv, window, 16, generator=draw), torch.randn(2, 2, 20, 16, generator=draw)
-    positions = torch.rand(2, 2, 40, generator=draw).argsort(-1)[..., :20].sort(-1).values if gaps else torch.arange(20).expand(2, 2, 20)
+    positions = (
+        torch.rand(2, 2, 40, generator=draw).argsort(-1)[..., :20].sort(-1).values
+        if gaps
+        else torch.arange(20).expand(2, 2, 20)
+    )
     positions = positions.clone()
     positions[..., 0] = 0
     first = (40 if gaps else 20) - window

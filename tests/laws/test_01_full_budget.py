@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvfold
-
-from ..helpers import caches, laws, policies, tiny
+from tests.helpers import caches, laws, policies, tiny
 
 ROOMY = ["1.0", "100%", "512", "1GiB"]
 

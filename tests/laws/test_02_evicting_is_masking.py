@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvfold
-
-from ..helpers import caches, laws, oracle, policies, tiny
+from tests.helpers import caches, laws, oracle, policies, tiny
 
 
 @pytest.mark.parametrize(("method", "allocator"), policies.COMBINATIONS)

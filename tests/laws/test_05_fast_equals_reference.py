@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -11,9 +13,8 @@ from torch import Tensor
 from kvfold.cache.rows import PAGE, RowStore
 from kvfold.core.errors import UnsupportedError
 from kvfold.kernels.attention import AttentionOutput, attend, attend_ragged, join_sinks, merge
-
-from ..helpers import laws
-from ..helpers.oracle import attention64, causal
+from tests.helpers import laws
+from tests.helpers.oracle import attention64, causal
 
 IMPLS = ["reference", "flash", "auto"]
 KV_LENGTHS = st.sampled_from([0, 1, 15, 63, 257])
@@ -25,9 +26,14 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def assert_as_exact(
-    found: AttentionOutput, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None = None,
+    found: AttentionOutput,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    visible: Tensor | None = None,
     softcap: float | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """err(kernel, fp64) <= 2 (err(eager in the same type, fp64) + eps size), and everything finite.
 
     ``size`` is the largest output over ``|v|``: what rounding scales with. Over ``v`` the sum cancels, and two textbook
@@ -42,10 +48,17 @@ def assert_as_exact(
     size = attention64(q, k, v.abs(), scale, visible, softcap=softcap)[0].max()
     bound = 2 * (eager_error(q, k, v, scale, visible, exact, softcap) + torch.finfo(q.dtype).eps * size)
     assert error <= bound, f"error {error:.3g} above {bound:.3g}"
-    torch.testing.assert_close(found.lse.double(), lse, rtol=2e-2 if q.dtype != torch.float32 else 1e-5, atol=2e-2 if q.dtype != torch.float32 else 1e-5)
+    torch.testing.assert_close(
+        found.lse.double(),
+        lse,
+        rtol=2e-2 if q.dtype != torch.float32 else 1e-5,
+        atol=2e-2 if q.dtype != torch.float32 else 1e-5,
+    )
 
 
-def eager_error(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None, exact: Tensor, softcap: float | None) -> Tensor:
+def eager_error(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None, exact: Tensor, softcap: float | None
+) -> Tensor:
     """Error of the textbook computation in the type of the inputs, softmax in float32 as in transformers."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -65,13 +78,22 @@ def eager_error(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor |
 @pytest.mark.parametrize("impl", IMPLS)
 @laws.few(40)
 @given(
-    q_per_kv=laws.Q_PER_KV, head_dim=WIDE, dtype=laws.DTYPES, kv_len=KV_LENGTHS, q_len=st.sampled_from([1, 2, 17, 63]),
+    q_per_kv=laws.Q_PER_KV,
+    head_dim=WIDE,
+    dtype=laws.DTYPES,
+    kv_len=KV_LENGTHS,
+    q_len=st.sampled_from([1, 2, 17, 63]),
     batch=st.sampled_from([1, 2]),
-)  # fmt: skip
+)
 @example(q_per_kv=8, head_dim=256, dtype=torch.bfloat16, kv_len=257, q_len=63, batch=2)
 @example(q_per_kv=1, head_dim=64, dtype=torch.float32, kv_len=1, q_len=1, batch=1)
-def test_every_row_visible(impl: str, q_per_kv: int, head_dim: int, dtype: torch.dtype, kv_len: int, q_len: int, batch: int) -> None:
-    q, k, v = (draw(batch, h, n, head_dim, dtype=dtype, seed=s) for s, h, n in ((1, 2 * q_per_kv, q_len), (2, 2, kv_len), (3, 2, kv_len)))
+def test_every_row_visible(
+    impl: str, q_per_kv: int, head_dim: int, dtype: torch.dtype, kv_len: int, q_len: int, batch: int
+) -> None:
+    q, k, v = (
+        draw(batch, h, n, head_dim, dtype=dtype, seed=s)
+        for s, h, n in ((1, 2 * q_per_kv, q_len), (2, 2, kv_len), (3, 2, kv_len))
+    )
     if impl == "flash" and kv_len == 0:
         with pytest.raises(UnsupportedError, match="an empty group"):
             attend(q, k, v, scale=0.1, impl=impl)
@@ -90,14 +112,30 @@ def test_causal(impl: str, q_per_kv: int, head_dim: int, dtype: torch.dtype, len
 
 @laws.few(40)
 @given(
-    q_per_kv=laws.Q_PER_KV, q_len=st.sampled_from([1, 5, 63]), kv_len=KV_LENGTHS, is_causal=st.booleans(), masked=st.booleans(),
-    biased=st.booleans(), softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(), dtype=laws.DTYPES,
-)  # fmt: skip
+    q_per_kv=laws.Q_PER_KV,
+    q_len=st.sampled_from([1, 5, 63]),
+    kv_len=KV_LENGTHS,
+    is_causal=st.booleans(),
+    masked=st.booleans(),
+    biased=st.booleans(),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    dtype=laws.DTYPES,
+)
 def test_masks_biases_softcap_and_sinks_together(
-    q_per_kv: int, q_len: int, kv_len: int, is_causal: bool, masked: bool, biased: bool, softcap: float | None, sinks: bool,
+    q_per_kv: int,
+    q_len: int,
+    kv_len: int,
+    is_causal: bool,
+    masked: bool,
+    biased: bool,
+    softcap: float | None,
+    sinks: bool,
     dtype: torch.dtype,
-) -> None:  # fmt: skip
-    q, k, v = (draw(2, h, n, 64, dtype=dtype, seed=s) for s, h, n in ((1, 2 * q_per_kv, q_len), (2, 2, kv_len), (3, 2, kv_len)))
+) -> None:
+    q, k, v = (
+        draw(2, h, n, 64, dtype=dtype, seed=s) for s, h, n in ((1, 2 * q_per_kv, q_len), (2, 2, kv_len), (3, 2, kv_len))
+    )
     mask = draw(2, q_len, kv_len, seed=4) > -0.5 if masked else None
     bias = draw(2, 2, kv_len, seed=5) if biased else None
     logits = draw(2 * q_per_kv, seed=6) if sinks else None
@@ -119,14 +157,21 @@ def test_masks_biases_softcap_and_sinks_together(
 @pytest.mark.parametrize("impl", ["reference", "flash"])
 @laws.few(30)
 @given(
-    q_per_kv=laws.Q_PER_KV, head_dim=WIDE, dtype=laws.DTYPES, kv_len=st.sampled_from([1, 15, 63, 257]), q_len=st.sampled_from([1, 2, 17]),
+    q_per_kv=laws.Q_PER_KV,
+    head_dim=WIDE,
+    dtype=laws.DTYPES,
+    kv_len=st.sampled_from([1, 15, 63, 257]),
+    q_len=st.sampled_from([1, 2, 17]),
     shift=st.sampled_from([0.0, 7.0, 12.0]),
-)  # fmt: skip
+)
 def test_rows_that_stand_for_many_tokens(
     impl: str, q_per_kv: int, head_dim: int, dtype: torch.dtype, kv_len: int, q_len: int, shift: float
 ) -> None:
-    """A bias of ``log n`` per row, as large as that of a cluster of 160 000 tokens, and one row that is hidden by it."""
-    q, k, v = (draw(2, h, n, head_dim, dtype=dtype, seed=s) for s, h, n in ((1, 2 * q_per_kv, q_len), (2, 2, kv_len), (3, 2, kv_len)))
+    """A bias of ``log n`` per row, up to that of a cluster of 160 000 tokens, and rows that are hidden by it."""
+    q, k, v = (
+        draw(2, h, n, head_dim, dtype=dtype, seed=s)
+        for s, h, n in ((1, 2 * q_per_kv, q_len), (2, 2, kv_len), (3, 2, kv_len))
+    )
     bias = draw(2, 2, kv_len, seed=4).abs() + shift
     bias[0, 1] = -torch.inf
     bias[1, 0, : kv_len // 2] = -torch.inf
@@ -143,9 +188,13 @@ def test_rows_that_stand_for_many_tokens(
 @pytest.mark.parametrize("impl", ["reference", "auto"])
 @laws.few(25)
 @given(
-    q_per_kv=laws.Q_PER_KV, head_dim=WIDE, dtype=laws.DTYPES, q_len=st.sampled_from([1, 4]),
-    lengths=st.lists(st.sampled_from([0, 1, 15, 16, 63, 257]), min_size=4, max_size=4), softcap=st.sampled_from([None, 3.0]),
-)  # fmt: skip
+    q_per_kv=laws.Q_PER_KV,
+    head_dim=WIDE,
+    dtype=laws.DTYPES,
+    q_len=st.sampled_from([1, 4]),
+    lengths=st.lists(st.sampled_from([0, 1, 15, 16, 63, 257]), min_size=4, max_size=4),
+    softcap=st.sampled_from([None, 3.0]),
+)
 def test_heads_of_unequal_length_in_a_poisoned_pool(
     impl: str, q_per_kv: int, head_dim: int, dtype: torch.dtype, q_len: int, lengths: list[int], softcap: float | None
 ) -> None:
@@ -158,7 +207,14 @@ def test_heads_of_unequal_length_in_a_poisoned_pool(
         values[start : start + count] = draw(count, head_dim, dtype=dtype, seed=start + 2)
     q = draw(2, 2 * q_per_kv, q_len, head_dim, dtype=dtype)
     found = attend_ragged(
-        q, keys, values, [starts[:2], starts[2:]], [lengths[:2], lengths[2:]], scale=head_dim**-0.5, softcap=softcap, impl=impl
+        q,
+        keys,
+        values,
+        [starts[:2], starts[2:]],
+        [lengths[:2], lengths[2:]],
+        scale=head_dim**-0.5,
+        softcap=softcap,
+        impl=impl,
     )
     assert torch.isfinite(found.output).all()
     for place, (start, count) in enumerate(zip(starts, lengths, strict=True)):
@@ -174,13 +230,15 @@ def test_heads_of_unequal_length_in_a_poisoned_pool(
 
 @laws.few(30)
 @given(
-    cuts=st.lists(st.integers(0, 63), max_size=4), q_per_kv=laws.Q_PER_KV, dtype=st.sampled_from([torch.float32, torch.float64]),
+    cuts=st.lists(st.integers(0, 63), max_size=4),
+    q_per_kv=laws.Q_PER_KV,
+    dtype=st.sampled_from([torch.float32, torch.float64]),
     order=st.randoms(use_true_random=False),
-)  # fmt: skip
+)
 def test_merging_any_split_equals_the_whole(cuts: list[int], q_per_kv: int, dtype: torch.dtype, order: object) -> None:
     q, k, v = (draw(2, h, n, 64, dtype=dtype, seed=s) for s, h, n in ((1, 2 * q_per_kv, 5), (2, 2, 63), (3, 2, 63)))
     bounds = [0, *sorted(cuts), 63]
-    parts = [attend(q, k[:, :, a:b], v[:, :, a:b], scale=0.2) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [attend(q, k[:, :, a:b], v[:, :, a:b], scale=0.2) for a, b in pairwise(bounds)]
     order.shuffle(parts)
     whole, found = attend(q, k, v, scale=0.2, impl="reference"), merge(parts)
     torch.testing.assert_close(found.output, whole.output, rtol=1e-5, atol=2e-6)
@@ -204,7 +262,10 @@ def test_large_logits_do_not_overflow() -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_views_that_are_not_contiguous_read_the_same(impl: str) -> None:
     q = draw(2, 5, 6, 64).transpose(1, 2)
-    k, v = draw(2, 40, 2, 64, seed=1).transpose(1, 2)[:, :, 3:30], draw(2, 40, 2, 64, seed=2).transpose(1, 2)[:, :, 3:30]
+    k, v = (
+        draw(2, 40, 2, 64, seed=1).transpose(1, 2)[:, :, 3:30],
+        draw(2, 40, 2, 64, seed=2).transpose(1, 2)[:, :, 3:30],
+    )
     found = attend(q, k, v, scale=0.125, impl=impl)
     packed = attend(q.contiguous(), k.contiguous(), v.contiguous(), scale=0.125, impl=impl)
     torch.testing.assert_close(found.output, packed.output, rtol=0, atol=1e-6)
@@ -214,11 +275,16 @@ def test_slack_of_a_store_never_leaks() -> None:
     k, v = draw(2, 2, 20, 16), draw(2, 2, 20, 16, seed=1)
     store = RowStore(2, 2, k, v)
     store.append(k, v, 0)
-    store.keep(torch.tensor([[[0, 3, 7, 19], [1, 20, 20, 20]], [[2, 4, 20, 20], [5, 6, 8, 20]]]), torch.tensor([[4, 1], [2, 3]]))
+    store.keep(
+        torch.tensor([[[0, 3, 7, 19], [1, 20, 20, 20]], [[2, 4, 20, 20], [5, 6, 8, 20]]]),
+        torch.tensor([[4, 1], [2, 3]]),
+    )
     clean = store.attend(draw(2, 4, 3, 16), scale=0.25, softcap=None)
     for row in range(2):
         for head in range(2):
-            slack = slice(store.starts[row][head] + store.lengths[row][head], store.starts[row][head] + store.capacity[row][head])
+            slack = slice(
+                store.starts[row][head] + store.lengths[row][head], store.starts[row][head] + store.capacity[row][head]
+            )
             store.keys[slack] = torch.nan
             store.values[slack] = torch.nan
     poisoned = store.attend(draw(2, 4, 3, 16), scale=0.25, softcap=None)

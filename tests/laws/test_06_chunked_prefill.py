@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvfold
-
-from ..helpers import caches, laws, policies, tiny
+from tests.helpers import caches, laws, policies, tiny
 
 
 def assert_same(mine: kvfold.Cache, theirs: kvfold.Cache) -> None:
@@ -37,9 +38,11 @@ def test_prefill_in_chunks_equals_one_shot(method: str, allocator: str, chunk_si
 @pytest.mark.parametrize("method", policies.ONE_FORWARD)
 @laws.few(5)
 @given(
-    cuts=st.lists(st.integers(1, 99), max_size=5), chunk=st.sampled_from([1, 5, 16, 64, 200]), keep=st.sampled_from([12, 40, 0.3]),
+    cuts=st.lists(st.integers(1, 99), max_size=5),
+    chunk=st.sampled_from([1, 5, 16, 64, 200]),
+    keep=st.sampled_from([12, 40, 0.3]),
     allocator=st.sampled_from(["uniform", "ada", "pyramid"]),
-)  # fmt: skip
+)
 def test_any_split_of_a_block_iterative_prompt_gives_the_same_rows(
     method: str, cuts: list[int], chunk: int, keep: float, allocator: str
 ) -> None:
@@ -52,7 +55,7 @@ def test_any_split_of_a_block_iterative_prompt_gives_the_same_rows(
     split = kvfold.Cache(tiny.ours(), text)
     bounds = [0, *sorted(set(cuts)), 100]
     with split.prompt(100):
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             caches.feed(split, prompt[:, start:stop])
             split.check()
     assert_same(split, whole)
@@ -61,7 +64,9 @@ def test_any_split_of_a_block_iterative_prompt_gives_the_same_rows(
 @pytest.mark.parametrize("method", policies.ONE_FORWARD)
 @pytest.mark.parametrize("allocator", ["uniform", "ada", "pyramid"])
 @pytest.mark.parametrize("chunk", [1, 7, 32])
-def test_never_more_than_budget_and_chunk_is_stored(method: str, allocator: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_more_than_budget_and_chunk_is_stored(
+    method: str, allocator: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if allocator == "ada" and not policies.per_head(method):
         pytest.skip(f"{method} keeps one set for all heads")
     from kvfold.cache.rows import RowStore
@@ -75,7 +80,9 @@ def test_never_more_than_budget_and_chunk_is_stored(method: str, allocator: str,
 
     monkeypatch.setattr(RowStore, "append", watched)
     budget, tokens = 20, 60 if chunk == 1 else 130
-    cache = kvfold.Cache(tiny.ours(), policies.text(method, budget, chunk=chunk, allocator=policies.ALLOCATORS[allocator]))
+    cache = kvfold.Cache(
+        tiny.ours(), policies.text(method, budget, chunk=chunk, allocator=policies.ALLOCATORS[allocator])
+    )
     prompt = tiny.ids(tokens)
     with cache.prompt(tokens):
         for start in range(0, tokens, 25):

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvfold
-
-from ..helpers import caches, laws, policies, tiny
+from tests.helpers import caches, laws, policies, tiny
 
 
 def masked(mask: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
@@ -20,9 +19,11 @@ def masked(mask: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("method", "allocator"), policies.COMBINATIONS)
 @laws.few(3)
 @given(
-    lengths=st.lists(st.sampled_from([1, 2, 15, 63, 100]), min_size=2, max_size=3), q_per_kv=laws.Q_PER_KV,
-    keep=st.sampled_from(["0.5", "9", "0.25"]), chunk_size=st.sampled_from([None, 10]),
-)  # fmt: skip
+    lengths=st.lists(st.sampled_from([1, 2, 15, 63, 100]), min_size=2, max_size=3),
+    q_per_kv=laws.Q_PER_KV,
+    keep=st.sampled_from(["0.5", "9", "0.25"]),
+    chunk_size=st.sampled_from([None, 10]),
+)
 def test_kept_positions_and_logits_are_those_of_the_row_alone(
     method: str, allocator: str, lengths: list[int], q_per_kv: int, keep: str, chunk_size: int | None
 ) -> None:

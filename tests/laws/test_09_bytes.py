@@ -12,18 +12,30 @@ from hypothesis import strategies as st
 
 import kvfold
 from kvfold.cache.rows import PAGE
-
-from ..helpers import caches, laws, policies, tiny
+from tests.helpers import caches, laws, policies, tiny
 
 
 @pytest.mark.parametrize(("method", "allocator"), policies.COMBINATIONS)
 @laws.few(3)
 @given(
-    q_per_kv=laws.Q_PER_KV, head_dim=laws.HEAD_DIMS, dtype=laws.DTYPES, keep=laws.KEEPS, length=laws.LENGTHS,
-    padded=st.booleans(), decoded=st.sampled_from([0, 1, 20]),
-)  # fmt: skip
+    q_per_kv=laws.Q_PER_KV,
+    head_dim=laws.HEAD_DIMS,
+    dtype=laws.DTYPES,
+    keep=laws.KEEPS,
+    length=laws.LENGTHS,
+    padded=st.booleans(),
+    decoded=st.sampled_from([0, 1, 20]),
+)
 def test_nbytes_is_what_the_object_holds(
-    method: str, allocator: str, q_per_kv: int, head_dim: int, dtype: torch.dtype, keep: str, length: int, padded: bool, decoded: int
+    method: str,
+    allocator: str,
+    q_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    keep: str,
+    length: int,
+    padded: bool,
+    decoded: int,
 ) -> None:
     model = tiny.ours("llama", dtype, **laws.shape(q_per_kv, head_dim))
     cache = kvfold.Cache(model, policies.text(method, keep, allocator=policies.ALLOCATORS[allocator]))

@@ -8,16 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvfold
-
-from ..helpers import caches, laws, policies, tiny
+from tests.helpers import caches, laws, policies, tiny
 
 
 @pytest.mark.parametrize("method", policies.ONE_FORWARD)
 @laws.few(5)
 @given(
-    steps=st.lists(st.sampled_from([1, 1, 1, 2, 7, 30]), min_size=2, max_size=8), every=st.sampled_from([None, 1, 3]),
-    chunk=st.sampled_from([None, 5]), allocator=st.sampled_from(["uniform", "ada", "pyramid"]), batch=st.sampled_from([1, 2]),
-)  # fmt: skip
+    steps=st.lists(st.sampled_from([1, 1, 1, 2, 7, 30]), min_size=2, max_size=8),
+    every=st.sampled_from([None, 1, 3]),
+    chunk=st.sampled_from([None, 5]),
+    allocator=st.sampled_from(["uniform", "ada", "pyramid"]),
+    batch=st.sampled_from([1, 2]),
+)
 def test_through_any_schedule(
     method: str, steps: list[int], every: int | None, chunk: int | None, allocator: str, batch: int
 ) -> None:
@@ -46,7 +48,9 @@ def test_rows_are_those_of_their_positions(
 ) -> None:
     model = tiny.ours("llama", dtype, **laws.shape(3, head_dim))
     dense = kvfold.Cache(model).prefill(tiny.ids(length, 2))
-    cache = kvfold.Cache(model, policies.text(method, keep, allocator=policies.ALLOCATORS[allocator])).prefill(tiny.ids(length, 2))
+    cache = kvfold.Cache(model, policies.text(method, keep, allocator=policies.ALLOCATORS[allocator])).prefill(
+        tiny.ids(length, 2)
+    )
     everything = caches.runs(dense)
     for place, (positions, keys, values) in caches.runs(cache).items():
         if place[0] == 0 or method == "kvzip" or cache.policy.chunk is None:
@@ -70,7 +74,9 @@ def test_sinks_and_recent_tokens_always_stay(method: str, length: int, sinks: in
 @pytest.mark.parametrize(("method", "allocator"), policies.COMBINATIONS)
 @pytest.mark.parametrize("keep", [12, 0.3, 0.5])
 def test_the_mean_over_heads_and_layers_is_the_budget(method: str, allocator: str, keep: float) -> None:
-    cache = kvfold.Cache(tiny.ours(), policies.text(method, keep, allocator=policies.ALLOCATORS[allocator])).prefill(tiny.ids(101, 2))
+    cache = kvfold.Cache(tiny.ours(), policies.text(method, keep, allocator=policies.ALLOCATORS[allocator])).prefill(
+        tiny.ids(101, 2)
+    )
     expected = keep if isinstance(keep, int) else int(keep * 101)
     stored = torch.stack([cache.stored_tokens(layer) for layer in (0, 1)]).double()
     assert stored.mean((0, 2)).tolist() == [expected] * 2

@@ -11,8 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kvfold
 from kvfold.hf.compat import cache_kwarg
-
-from ..helpers import caches, policies, tiny
+from tests.helpers import caches, policies, tiny
 
 SETTINGS = [
     (family, attn)
@@ -27,7 +26,9 @@ def stock_run(model: PreTrainedModel, kind: str, prompt: Tensor, steps: Tensor, 
     if kind == "none":
         with torch.no_grad():
             return model(input_ids=prompt, attention_mask=mask, use_cache=False).logits
-    cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=96)
+    cache = (
+        DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=96)
+    )
     found = []
     with torch.no_grad():
         for ids in (prompt, *steps.T[..., None]):
@@ -62,7 +63,11 @@ def test_steps_interleaved_with_ours(family: str, kind: str) -> None:
     control = kvfold.Cache(prepared, text)
     alone = torch.cat([caches.feed(control, prompt), caches.decode(control, steps)], 1)
     mine = [kvfold.Cache(prepared, text) for _ in range(2)]
-    cache = DynamicCache(config=prepared.config) if kind == "dynamic" else StaticCache(config=prepared.config, max_cache_len=96)
+    cache = (
+        DynamicCache(config=prepared.config)
+        if kind == "dynamic"
+        else StaticCache(config=prepared.config, max_cache_len=96)
+    )
     theirs, ours = [], [[], []]
     with torch.no_grad():
         for ids in (prompt, *steps.T[..., None]):
@@ -132,7 +137,10 @@ def test_attach_inside_attach_and_beside_a_cache() -> None:
     with kvfold.attach(model, "dense"):
         caches.feed(cache, prompt)
     caches.decode(cache, tiny.ids(2))
-    assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), tiny.stock(attn="sdpa").generate(prompt, max_new_tokens=5, do_sample=False))
+    assert torch.equal(
+        model.generate(prompt, max_new_tokens=5, do_sample=False),
+        tiny.stock(attn="sdpa").generate(prompt, max_new_tokens=5, do_sample=False),
+    )
 
 
 def test_a_cache_made_inside_attach_says_why_it_stopped_working() -> None:

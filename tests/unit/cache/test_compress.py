@@ -25,7 +25,9 @@ CALL = AttentionCall(scale=0.5, visibility=Visibility())
 
 
 def filled(count: int = 20, batch: int = 1, *, mass: bool = False) -> RowStore:
-    store = RowStore(batch, HEADS, torch.zeros(batch, HEADS, 0, DIM), torch.zeros(batch, HEADS, 0, DIM), track_mass=mass)
+    store = RowStore(
+        batch, HEADS, torch.zeros(batch, HEADS, 0, DIM), torch.zeros(batch, HEADS, 0, DIM), track_mass=mass
+    )
     store.append(torch.randn(batch, HEADS, count, DIM), torch.randn(batch, HEADS, count, DIM), 0)
     return store
 
@@ -53,7 +55,9 @@ class Recorder(Evictor):
 
 def policy_with(evictor: Evictor, keep: object = 0.5, allocator: str = "ada") -> Policy:
     return dataclasses.replace(
-        kvfold.policy("knorm", keep=keep, allocator=allocator, sink_tokens=1, recent_tokens=1), evictor=evictor, method="recorder"
+        kvfold.policy("knorm", keep=keep, allocator=allocator, sink_tokens=1, recent_tokens=1),
+        evictor=evictor,
+        method="recorder",
     )
 
 
@@ -79,11 +83,18 @@ def test_the_context_of_unequal_runs_is_cut_to_one_head() -> None:
     index[torch.arange(20) >= counts[..., None]] = 20
     store.keep(index, counts)
     observed = Observations(
-        needs=evictor.needs, query_window=3, queries=torch.randn(2, 4, 3, DIM), end=20, count=5, total=torch.randn(2, 4, DIM),
+        needs=evictor.needs,
+        query_window=3,
+        queries=torch.randn(2, 4, 3, DIM),
+        end=20,
+        count=5,
+        total=torch.randn(2, 4, DIM),
         outer=torch.randn(2, 4, DIM, DIM),
-    )  # fmt: skip
+    )
     weight, sinks, replay = torch.randn(7, 4 * DIM), torch.randn(4), torch.rand(2, HEADS, 20)
-    call = dataclasses.replace(CALL, output_weight=weight, sinks=sinks, softcap=9.0, rope=Rotary(inv_freq=torch.ones(2)))
+    call = dataclasses.replace(
+        CALL, output_weight=weight, sinks=sinks, softcap=9.0, rope=Rotary(inv_freq=torch.ones(2))
+    )
     assert compress(store, policy_with(evictor, 8), SPEC, call, 20, observed, replay) is True
     assert len(evictor.seen) == 4
     for at, ctx in enumerate(evictor.seen):
@@ -96,7 +107,14 @@ def test_the_context_of_unequal_runs_is_cut_to_one_head() -> None:
         assert torch.equal(ctx.output_weight, weight[:, head * GROUP * DIM : (head + 1) * GROUP * DIM])
         assert torch.equal(ctx.attention_sinks, sinks[mine])
         assert torch.equal(ctx.replay_mass[0, 0], replay[row, head, : counts[row, head]])
-        assert (ctx.first_head, ctx.layer_idx, ctx.num_layers, ctx.scale, ctx.softcap, ctx.seen_tokens) == (head, 3, 8, 0.5, 9.0, 20)
+        assert (ctx.first_head, ctx.layer_idx, ctx.num_layers, ctx.scale, ctx.softcap, ctx.seen_tokens) == (
+            head,
+            3,
+            8,
+            0.5,
+            9.0,
+            20,
+        )
         assert ctx.rope is call.rope
     assert store.total_rows == 2 * 2 * 8
 
@@ -113,12 +131,25 @@ def test_the_context_of_unequal_runs_is_cut_to_one_head() -> None:
 def test_a_need_that_was_not_observed_is_named(missing: str, words: str) -> None:
     evictor, store = Recorder(), filled()
     observed = Observations(
-        needs=evictor.needs, query_window=3, queries=None if missing == "queries" else torch.randn(1, 4, 3, DIM), end=20, count=5,
-        total=None if missing == "total" else torch.randn(1, 4, DIM), outer=torch.randn(1, 4, DIM, DIM),
-    )  # fmt: skip
+        needs=evictor.needs,
+        query_window=3,
+        queries=None if missing == "queries" else torch.randn(1, 4, 3, DIM),
+        end=20,
+        count=5,
+        total=None if missing == "total" else torch.randn(1, 4, DIM),
+        outer=torch.randn(1, 4, DIM, DIM),
+    )
     call = dataclasses.replace(CALL, output_weight=None if missing == "weight" else torch.randn(7, 4 * DIM))
     with pytest.raises(CacheStateError, match=words) as caught:
-        compress(store, policy_with(evictor), SPEC, call, 20, observed, None if missing == "replay" else torch.rand(1, HEADS, 20))
+        compress(
+            store,
+            policy_with(evictor),
+            SPEC,
+            call,
+            20,
+            observed,
+            None if missing == "replay" else torch.rand(1, HEADS, 20),
+        )
     assert "\n" not in str(caught.value)
     assert store.lengths == [[20, 20]]
 
@@ -132,7 +163,11 @@ class Plain(Recorder):
 
 def test_scores_of_a_wrong_shape_or_of_nan_are_refused_and_nothing_is_evicted() -> None:
     for answer, kind, words in (
-        (lambda ctx: ctx.positions[..., :-1].float(), ShapeError, r"Plain.score must return \[1, 2, 20\], got \[1, 2, 19\]"),
+        (
+            lambda ctx: ctx.positions[..., :-1].float(),
+            ShapeError,
+            r"Plain.score must return \[1, 2, 20\], got \[1, 2, 19\]",
+        ),
         (lambda ctx: ctx.positions.float() / 0 * 0, CacheStateError, "scores must be numbers, got NaN"),
     ):
         store = filled()
@@ -144,7 +179,9 @@ def test_scores_of_a_wrong_shape_or_of_nan_are_refused_and_nothing_is_evicted() 
 
 def test_scores_in_half_precision_are_taken() -> None:
     store = filled()
-    assert compress(store, policy_with(Plain(answer=lambda ctx: ctx.positions.bfloat16())), SPEC, CALL, 20, nothing(), None)
+    assert compress(
+        store, policy_with(Plain(answer=lambda ctx: ctx.positions.bfloat16())), SPEC, CALL, 20, nothing(), None
+    )
     assert store.total_rows == 20
 
 
@@ -208,12 +245,17 @@ def test_cropping_observations() -> None:
     assert observed.queries is None
     sums = Observations(needs=Need.QUERY_MOMENTS, query_window=0)
     sums.add(q, 20, CALL)
-    with pytest.raises(UnsupportedError, match="crop cannot undo query moments; crop after the prompt was compressed, or fork before"):
+    with pytest.raises(
+        UnsupportedError, match="crop cannot undo query moments; crop after the prompt was compressed, or fork before"
+    ):
         sums.crop(1, 20)
 
 
 def test_forks_and_selections_of_observations_are_independent() -> None:
-    observed, q = Observations(needs=Need.QUERIES | Need.QUERY_MOMENTS, query_window=3), queries(20).expand(2, -1, -1, -1).clone()
+    observed, q = (
+        Observations(needs=Need.QUERIES | Need.QUERY_MOMENTS, query_window=3),
+        queries(20).expand(2, -1, -1, -1).clone(),
+    )
     observed.add(q, 20, CALL)
     fork, chosen = observed.fork(), observed.select([1])
     before = fork.queries.clone()

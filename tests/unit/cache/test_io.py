@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 import kvfold
 from kvfold.cache import io
 from kvfold.core.errors import DataError, MissingExtraError
-
-from ...helpers import caches, laws, policies, tiny
+from tests.helpers import caches, laws, policies, tiny
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +97,15 @@ def test_another_version_of_the_format(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_another_model(saved: Path) -> None:
     for model in (tiny.ours("qwen3"), tiny.ours("llama", seed=1), tiny.ours("llama", rms_norm_eps=1e-3)):
-        with pytest.raises(DataError, match=r"belongs to another model \(config or weights differ\); load the model that it was saved with"):
+        with pytest.raises(
+            DataError,
+            match=r"belongs to another model \(config or weights differ\); load the model that it was saved with",
+        ):
             kvfold.Cache.load(saved, model)
 
 
 def test_another_dtype(saved: Path) -> None:
-    with pytest.raises(DataError, match="dtype|another model") as caught:
+    with pytest.raises(DataError, match=r"dtype|another model") as caught:
         kvfold.Cache.load(saved, tiny.ours("llama", torch.bfloat16))
     assert "load the model" in str(caught.value)
 
@@ -169,12 +171,22 @@ def test_an_empty_cache(tmp_path: Path) -> None:
 
 def test_tensors_that_share_storage_and_are_not_contiguous(tmp_path: Path) -> None:
     path, base = tmp_path / "t.kv", torch.arange(12.0).view(3, 4)
-    tensors = {"a": base, "b": base, "c": base.T, "d": base[1], "e": torch.zeros(0, 3), "f": torch.tensor([True]), "g": base.bfloat16()}
+    tensors = {
+        "a": base,
+        "b": base,
+        "c": base.T,
+        "d": base[1],
+        "e": torch.zeros(0, 3),
+        "f": torch.tensor([True]),
+        "g": base.bfloat16(),
+    }
     io.write(path, tensors, {"note": "n"})
     found, header = io.read(path)
     assert header["note"] == "n"
     assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
 
 
 def test_facts_that_do_not_fit_the_tensors(saved: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,16 +14,17 @@ from kvfold.cache.layer import CacheLayer
 from kvfold.cache.spec import AttentionCall, LayerSpec
 from kvfold.core.errors import CacheStateError
 from kvfold.core.types import Need, Visibility
-
-from ...helpers import laws
-from ...helpers.oracle import attention64
+from tests.helpers import laws
+from tests.helpers.oracle import attention64
 
 HEADS, GROUP, DIM = 2, 3, 8
 FULL = Visibility()
 
 
 def spec(visibility: Visibility = FULL, order: int | None = 0) -> LayerSpec:
-    return LayerSpec(layer_idx=0, num_layers=1, order=order if visibility.is_full else None, num_compressed=1, visibility=visibility)
+    return LayerSpec(
+        layer_idx=0, num_layers=1, order=order if visibility.is_full else None, num_compressed=1, visibility=visibility
+    )
 
 
 def draw(count: int, batch: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,9 +52,12 @@ def visible(kind: Visibility, total: int) -> Tensor:
 @laws.few(30)
 @given(
     kind=st.sampled_from([FULL, *(Visibility(k, n) for k in ("sliding", "chunked") for n in (1, 4, 16, 50))]),
-    cuts=st.lists(st.integers(1, 119), max_size=6), softcap=st.sampled_from([None, 1.5]), sinks=st.booleans(), batch=st.sampled_from([1, 2]),
+    cuts=st.lists(st.integers(1, 119), max_size=6),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
+    batch=st.sampled_from([1, 2]),
     ones=st.integers(0, 10),
-)  # fmt: skip
+)
 def test_any_split_attends_like_the_whole(
     kind: Visibility, cuts: list[int], softcap: float | None, sinks: bool, batch: int, ones: int
 ) -> None:
@@ -62,10 +68,19 @@ def test_any_split_attends_like_the_whole(
     layer = CacheLayer(spec(kind), Need.NOTHING, 0)
     bounds = sorted({0, *cuts, *range(total - ones, total), total})
     found = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         piece = slice(start, stop)
         found.append(
-            layer.forward(q[:, :, piece], k[:, :, piece], v[:, :, piece], call, kvfold.policy("dense"), valid=None, prompt=stop - start, prompt_ends=True)
+            layer.forward(
+                q[:, :, piece],
+                k[:, :, piece],
+                v[:, :, piece],
+                call,
+                kvfold.policy("dense"),
+                valid=None,
+                prompt=stop - start,
+                prompt_ends=True,
+            )
         )
         layer.check()
     expected, _ = attention64(q, k, v, 0.3, visible(kind, total), softcap=softcap, sinks=logits)
@@ -107,7 +122,11 @@ def test_compression_points_are_token_counts(
 def test_what_was_observed_is_forgotten_when_the_prompt_ends_unless_it_is_needed() -> None:
     call = AttentionCall(scale=0.3, visibility=FULL)
     for every, kept in ((None, False), (4, True)):
-        policy = kvfold.policy("snapkv(keep=0.5, obs_window=3, sink_tokens=1, recent_tokens=1)" if every is None else f"snapkv(keep=0.5, obs_window=3, sink_tokens=1, recent_tokens=1, every={every})")
+        policy = kvfold.policy(
+            "snapkv(keep=0.5, obs_window=3, sink_tokens=1, recent_tokens=1)"
+            if every is None
+            else f"snapkv(keep=0.5, obs_window=3, sink_tokens=1, recent_tokens=1, every={every})"
+        )
         lane = Lane.empty(*draw(1)[1:], policy.needs, policy.query_window)
         lane.extend(*draw(20), call, spec(), policy, prompt=20, prompt_ends=True)
         assert (lane.observed.queries is not None) == kept
@@ -115,7 +134,9 @@ def test_what_was_observed_is_forgotten_when_the_prompt_ends_unless_it_is_needed
 
 def test_check_finds_rows_beyond_what_was_seen() -> None:
     lane = Lane.empty(*draw(1)[1:], Need.NOTHING, 0)
-    lane.extend(*draw(6), AttentionCall(scale=0.3, visibility=FULL), spec(), kvfold.policy("dense"), prompt=6, prompt_ends=True)
+    lane.extend(
+        *draw(6), AttentionCall(scale=0.3, visibility=FULL), spec(), kvfold.policy("dense"), prompt=6, prompt_ends=True
+    )
     lane.seen = 5
     with pytest.raises(CacheStateError, match="stored tokens must be at most the 5 seen, got 6"):
         lane.check(evicts=True)
@@ -162,12 +183,24 @@ def test_compressing_an_unfed_layer() -> None:
 
 def test_reading_rows_that_another_layer_wrote() -> None:
     for kind in (FULL, Visibility("sliding", 5)):
-        layer, call = CacheLayer(spec(kind, None), Need.NOTHING, 0), AttentionCall(scale=0.3, visibility=kind, sinks=torch.randn(HEADS * GROUP), tentative=True)
+        layer, call = (
+            CacheLayer(spec(kind, None), Need.NOTHING, 0),
+            AttentionCall(scale=0.3, visibility=kind, sinks=torch.randn(HEADS * GROUP), tentative=True),
+        )
         q, k, v = draw(20)
         other = draw(20, seed=9)[0]
         got = []
         for piece in (slice(0, 13), slice(13, 14), slice(14, 20)):
-            layer.forward(q[:, :, piece], k[:, :, piece], v[:, :, piece], call, kvfold.policy("dense"), valid=None, prompt=1, prompt_ends=False)
+            layer.forward(
+                q[:, :, piece],
+                k[:, :, piece],
+                v[:, :, piece],
+                call,
+                kvfold.policy("dense"),
+                valid=None,
+                prompt=1,
+                prompt_ends=False,
+            )
             got.append(layer.read(other[:, :, piece], call, None))
         expected, _ = attention64(other, k, v, 0.3, visible(kind, 20), sinks=call.sinks)
         torch.testing.assert_close(torch.cat(got, 2).double(), expected, rtol=1e-4, atol=1e-5)

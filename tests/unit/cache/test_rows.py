@@ -11,15 +11,16 @@ from torch import Tensor
 
 from kvfold.cache.rows import PAGE, RowStore
 from kvfold.core.errors import CacheStateError
-
-from ...helpers import caches, laws
-from ...helpers.oracle import attention64
+from tests.helpers import caches, laws
+from tests.helpers.oracle import attention64
 
 BATCH, HEADS, DIM, VALUE_DIM = 2, 2, 4, 3
 
 
 def empty(*, mass: bool = False, batch: int = BATCH) -> RowStore:
-    return RowStore(batch, HEADS, torch.zeros(batch, HEADS, 0, DIM), torch.zeros(batch, HEADS, 0, VALUE_DIM), track_mass=mass)
+    return RowStore(
+        batch, HEADS, torch.zeros(batch, HEADS, 0, DIM), torch.zeros(batch, HEADS, 0, VALUE_DIM), track_mass=mass
+    )
 
 
 def rows(first: int, count: int, batch: int = BATCH) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,11 @@ class Model:
         return Model([[list(head) for head in row] for row in self.held], list(self.origin), self.seen)
 
 
-OPERATIONS = st.lists(st.sampled_from(["append", "one", "keep", "even", "crop", "select", "fork", "reserve", "back"]), min_size=1, max_size=12)
+OPERATIONS = st.lists(
+    st.sampled_from(["append", "one", "keep", "even", "crop", "select", "fork", "reserve", "back"]),
+    min_size=1,
+    max_size=12,
+)
 
 
 @laws.few(150)
@@ -75,7 +80,10 @@ def test_any_sequence_of_operations_against_lists(operations: list[str], data: s
             model.seen += count
         elif operation in ("keep", "even"):
             shortest = min(len(head) for row in model.held for head in row)
-            counts = [[data.draw(st.integers(0, len(head))) if operation == "keep" else shortest // 2 for head in row] for row in model.held]
+            counts = [
+                [data.draw(st.integers(0, len(head))) if operation == "keep" else shortest // 2 for head in row]
+                for row in model.held
+            ]
             width = max(c for row in counts for c in row)
             index = torch.full((len(model.held), HEADS, width), store.longest)
             for r, row in enumerate(model.held):
@@ -87,7 +95,9 @@ def test_any_sequence_of_operations_against_lists(operations: list[str], data: s
         elif operation == "crop":
             # only rows that came last and are still held by every run
             tail = 0
-            while tail < 5 and all(len(h) > tail and h[-1 - tail] == model.seen - 1 - tail for row in model.held for h in row):
+            while tail < 5 and all(
+                len(h) > tail and h[-1 - tail] == model.seen - 1 - tail for row in model.held for h in row
+            ):
                 tail += 1
             store.crop(tail)
             model.seen -= tail
@@ -97,7 +107,9 @@ def test_any_sequence_of_operations_against_lists(operations: list[str], data: s
         elif operation == "select":
             chosen = data.draw(st.lists(st.integers(0, len(model.held) - 1), min_size=1, max_size=3))
             store = store.select(chosen)
-            model = Model([[list(head) for head in model.held[r]] for r in chosen], [model.origin[r] for r in chosen], model.seen)
+            model = Model(
+                [[list(head) for head in model.held[r]] for r in chosen], [model.origin[r] for r in chosen], model.seen
+            )
         elif operation == "fork":
             forks.append((store.fork(), model.copy()))
         elif operation == "reserve":
@@ -167,7 +179,9 @@ def test_attending_matches_the_oracle_in_either_layout() -> None:
     found = store.attend(q, scale=0.5, softcap=None)
     torch.testing.assert_close(found.output.double(), expected, rtol=1e-4, atol=1e-5)
     last, _ = attention64(q, k[:, :, -7:], v[:, :, -7:], 0.5)
-    torch.testing.assert_close(store.attend(q, scale=0.5, softcap=None, last=7).output.double(), last, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        store.attend(q, scale=0.5, softcap=None, last=7).output.double(), last, rtol=1e-4, atol=1e-5
+    )
     index = torch.tensor([[[1, 5, 29], [0, 30, 30]], [[30, 30, 30], [2, 3, 30]]])
     store.keep(index, torch.tensor([[3, 1], [0, 2]]))
     visible = torch.zeros(2, 2, 30, dtype=torch.bool)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvfold import Budget
 from kvfold.core.errors import ConfigError
-
-from ...helpers import laws
+from tests.helpers import laws
 
 
 @pytest.mark.parametrize("share", ["0.1", "0.25", "0.3", "1/3", "0.5", "0.7", "0.999", "1.0", "0.0001"])
@@ -114,10 +113,50 @@ def test_printing_reads_back(budget: Budget) -> None:
 
 
 BAD = [
-    0, -1, -5, 0.0, -0.1, 1.0001, 2.5, math.nan, math.inf, -math.inf, True, False, None, [1], {}, 1j, b"1",
-    "0", "-3", "0.0", "1.5", "nan", "inf", "-inf", "", " ", "abc", "0%", "101%", "-5%", "%", "1/0%", "x%", "0B", "0MiB", "0.5B",
-    "-1MiB", "1 XiB", "1mib", "1e400", "0x10", "1,000", "1_0.5.5",
-]  # fmt: skip
+    0,
+    -1,
+    -5,
+    0.0,
+    -0.1,
+    1.0001,
+    2.5,
+    math.nan,
+    math.inf,
+    -math.inf,
+    True,
+    False,
+    None,
+    [1],
+    {},
+    1j,
+    b"1",
+    "0",
+    "-3",
+    "0.0",
+    "1.5",
+    "nan",
+    "inf",
+    "-inf",
+    "",
+    " ",
+    "abc",
+    "0%",
+    "101%",
+    "-5%",
+    "%",
+    "1/0%",
+    "x%",
+    "0B",
+    "0MiB",
+    "0.5B",
+    "-1MiB",
+    "1 XiB",
+    "1mib",
+    "1e400",
+    "0x10",
+    "1,000",
+    "1_0.5.5",
+]
 
 
 @pytest.mark.parametrize("value", BAD, ids=repr)
@@ -133,11 +172,24 @@ def test_bad_values_name_keep_and_a_fix(value: object) -> None:
 @pytest.mark.parametrize(
     ("make", "value"),
     [
-        (Budget.tokens, 0), (Budget.tokens, -1), (Budget.tokens, 1.0), (Budget.tokens, True), (Budget.tokens, "5"),
-        (Budget.fraction, 0), (Budget.fraction, 1.1), (Budget.fraction, math.nan), (Budget.fraction, "0.5"), (Budget.fraction, True),
-        (Budget.nbytes, 0), (Budget.nbytes, -7), (Budget.nbytes, 1.5), (Budget.nbytes, True), (Budget.nbytes, "64"), (Budget.nbytes, None),
+        (Budget.tokens, 0),
+        (Budget.tokens, -1),
+        (Budget.tokens, 1.0),
+        (Budget.tokens, True),
+        (Budget.tokens, "5"),
+        (Budget.fraction, 0),
+        (Budget.fraction, 1.1),
+        (Budget.fraction, math.nan),
+        (Budget.fraction, "0.5"),
+        (Budget.fraction, True),
+        (Budget.nbytes, 0),
+        (Budget.nbytes, -7),
+        (Budget.nbytes, 1.5),
+        (Budget.nbytes, True),
+        (Budget.nbytes, "64"),
+        (Budget.nbytes, None),
     ],
-)  # fmt: skip
+)
 def test_constructors_refuse_other_kinds(make: object, value: object) -> None:
-    with pytest.raises(ConfigError, match="^keep must be .*; give"):
+    with pytest.raises(ConfigError, match=r"^keep must be .*; give"):
         make(value)

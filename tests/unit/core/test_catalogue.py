@@ -28,7 +28,10 @@ class NoRole:
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str]) -> None:
-    made = [EntryPoint(name, f"{__name__}:{target}" if ":" not in target else target, catalogue.ENTRY_POINT_GROUP) for name, target in points]
+    made = [
+        EntryPoint(name, f"{__name__}:{target}" if ":" not in target else target, catalogue.ENTRY_POINT_GROUP)
+        for name, target in points
+    ]
     monkeypatch.setattr(EntryPoint, "load", lambda self: globals()[self.value.partition(":")[2]])
     monkeypatch.setattr(catalogue, "entry_points", lambda group: made)
 
@@ -91,9 +94,13 @@ def test_an_error_of_every_kind_is_a_kvfold_error() -> None:
     from kvfold.core import errors
 
     for kind, base in (
-        (errors.ConfigError, ValueError), (errors.ShapeError, ValueError), (errors.UnsupportedError, NotImplementedError),
-        (errors.MissingExtraError, ImportError), (errors.CacheStateError, RuntimeError), (errors.DataError, ValueError),
-    ):  # fmt: skip
+        (errors.ConfigError, ValueError),
+        (errors.ShapeError, ValueError),
+        (errors.UnsupportedError, NotImplementedError),
+        (errors.MissingExtraError, ImportError),
+        (errors.CacheStateError, RuntimeError),
+        (errors.DataError, ValueError),
+    ):
         assert issubclass(kind, kvfold.KvfoldError)
         assert issubclass(kind, base)
     assert errors.must_be("keep", "positive", -1, "raise it") == "keep must be positive, got -1; raise it"

@@ -10,24 +10,38 @@ import kvfold
 from kvfold.core.errors import ConfigError
 from kvfold.core.policy import Policy
 from kvfold.core.types import Need
-
-from ...helpers import laws, policies
+from tests.helpers import laws, policies
 
 ALLOCATORS = {
     "uniform": st.just("uniform"),
     "ada": st.floats(0, 1).map(lambda s: f"ada(safeguard={s})"),
     "pyramid": st.integers(1, 50).map(lambda b: f"pyramid(beta={b})"),
-    "given": st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=2), min_size=1, max_size=3).map(lambda t: f"given(shares={t})"),
+    "given": st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=2), min_size=1, max_size=3).map(
+        lambda t: f"given(shares={t})"
+    ),
 }
 OWN = {
-    "manifoldkv": {"rope_frame": st.sampled_from(["pre", "post"]), "metric": st.sampled_from(["l2", "l1", "linf", "cosine"])},
+    "manifoldkv": {
+        "rope_frame": st.sampled_from(["pre", "post"]),
+        "metric": st.sampled_from(["l2", "l1", "linf", "cosine"]),
+    },
     "windowed_manifoldkv": {"window": st.integers(1, 9999), "merge_last": st.booleans()},
     "keydiff": {"block_size": st.one_of(st.none(), st.integers(1, 500))},
-    "snapkv": {"obs_window": st.integers(1, 64), "kernel_size": st.sampled_from([1, 3, 5, 7]), "pooling": st.sampled_from(["avg", "max"])},
+    "snapkv": {
+        "obs_window": st.integers(1, 64),
+        "kernel_size": st.sampled_from([1, 3, 5, 7]),
+        "pooling": st.sampled_from(["avg", "max"]),
+    },
     "pyramidkv": {"obs_window": st.integers(1, 64)},
     "h2o": {"normalize": st.booleans()},
-    "expected_attention": {"future_positions": st.integers(1, 999), "epsilon": st.floats(0, 1), "use_vnorm": st.booleans()},
-    "criticalkv": {"base": st.sampled_from(["snapkv", "snapkv(obs_window=7)", "h2o", "expected_attention(use_vnorm=False)"])},
+    "expected_attention": {
+        "future_positions": st.integers(1, 999),
+        "epsilon": st.floats(0, 1),
+        "use_vnorm": st.booleans(),
+    },
+    "criticalkv": {
+        "base": st.sampled_from(["snapkv", "snapkv(obs_window=7)", "h2o", "expected_attention(use_vnorm=False)"])
+    },
     "random": {"seed": st.integers(0, 99)},
 }
 
@@ -63,7 +77,10 @@ def test_printing_reads_back(text: str) -> None:
 
 
 def test_defaults_are_not_printed() -> None:
-    assert str(kvfold.policy("manifoldkv(keep=0.25, sink_tokens=4, recent_tokens=32, allocator=uniform, metric=l2)")) == "manifoldkv(keep=0.25)"
+    assert (
+        str(kvfold.policy("manifoldkv(keep=0.25, sink_tokens=4, recent_tokens=32, allocator=uniform, metric=l2)"))
+        == "manifoldkv(keep=0.25)"
+    )
     assert str(kvfold.policy("dense")) == str(Policy()) == "dense"
 
 
@@ -117,7 +134,10 @@ BAD = [
     ("knorm(keep=9, sink_tokens=10, recent_tokens=0)", "keep must be at least sink_tokens + recent_tokens = 10"),
     ("snapkv(keep=40, obs_window=64)", "keep must be at least sink_tokens + recent_tokens = 68"),
     ("knorm(keep=0.5, sinks=3)", "knorm has no parameter 'sinks'; its parameters: none of its own"),
-    ("snapkv(keep=0.5, window=3)", "snapkv has no parameter 'window'; its parameters: obs_window, kernel_size, pooling"),
+    (
+        "snapkv(keep=0.5, window=3)",
+        "snapkv has no parameter 'window'; its parameters: obs_window, kernel_size, pooling",
+    ),
     ("knorm(keep=0.5, allocator=ada(guard=1))", "ada has no parameter 'guard'; its parameters: safeguard"),
     ("knorm(keep=0.5, sink_tokens=-1)", "sink_tokens must be a whole number of at least 0, got -1"),
     ("knorm(keep=0.5, recent_tokens=2.5)", "recent_tokens must be a whole number of at least 0, got 2.5"),
@@ -125,12 +145,21 @@ BAD = [
     ("knorm(keep=0.5, chunk=0)", "chunk must be a whole number of at least 1, got 0"),
     ("knorm(keep=0.5, every=0)", "every must be a whole number of at least 1, got 0"),
     ("knorm(keep=0.5, every=many)", "every must be a whole number of at least 1, got 'many'"),
-    ("knorm(keep=0.5) + snapkv(keep=0.5)", "must have one method that evicts, got knorm and snapkv; both decide which tokens stay"),
+    (
+        "knorm(keep=0.5) + snapkv(keep=0.5)",
+        "must have one method that evicts, got knorm and snapkv; both decide which tokens stay",
+    ),
     ("knorm(keep=0.5) + snappkv(keep=0.5)", "did you mean snapkv"),
     ("knorm(keep=0.5, keep=0.4)", "keep must be given once, got it twice"),
-    ("streamingllm(keep=0.5, allocator=ada)", "allocator ada gives heads different tokens, but streamingllm keeps one set for all; use uniform"),
+    (
+        "streamingllm(keep=0.5, allocator=ada)",
+        "allocator ada gives heads different tokens, but streamingllm keeps one set for all; use uniform",
+    ),
     ("tova(keep=0.5, allocator=given(shares=[[1, 2]]))", "allocator given gives heads different tokens"),
-    ("kvzip(keep=0.5, chunk=8)", "kvzip reads the whole context again when the prompt ends; chunk and every must be left out"),
+    (
+        "kvzip(keep=0.5, chunk=8)",
+        "kvzip reads the whole context again when the prompt ends; chunk and every must be left out",
+    ),
     ("dense(keep=0.5)", "dense takes no parameters, got keep"),
     ("knorm(keep=0.5", "policy must have balanced brackets, got 'knorm(keep=0.5'"),
     ("knorm)keep=0.5(", "policy must"),
@@ -182,7 +211,12 @@ def test_properties() -> None:
 
 
 @laws.few(100)
-@given(seen=st.integers(0, 500), keep=st.sampled_from([0.1, 0.5, 40, "1KiB"]), sinks=st.integers(0, 20), recent=st.integers(0, 20))
+@given(
+    seen=st.integers(0, 500),
+    keep=st.sampled_from([0.1, 0.5, 40, "1KiB"]),
+    sinks=st.integers(0, 20),
+    recent=st.integers(0, 20),
+)
 def test_protected_tokens_are_a_floor(seen: int, keep: object, sinks: int, recent: int) -> None:
     policy = kvfold.policy("knorm", keep=keep, sink_tokens=sinks, recent_tokens=recent)
     if keep == "1KiB" and min(seen, 100) < min(seen, sinks + recent):
@@ -194,5 +228,8 @@ def test_protected_tokens_are_a_floor(seen: int, keep: object, sinks: int, recen
 
 def test_bytes_below_the_protected_tokens() -> None:
     policy = kvfold.policy("knorm", keep="1KiB", sink_tokens=4, recent_tokens=32)
-    with pytest.raises(ConfigError, match=r"keep must be at least 3600 bytes \(sink_tokens \+ recent_tokens of this model\), got '1024B'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"keep must be at least 3600 bytes \(sink_tokens \+ recent_tokens of this model\), got '1024B'",
+    ):
         policy.keep_tokens(500, 100)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfold.core.rope import Rotary
-
-from ...helpers import laws
+from tests.helpers import laws
 
 
 def rotary(pairs: int = 4, interleaved: bool = False, scaling: float = 1.0) -> Rotary:
@@ -34,17 +33,24 @@ def test_interleaved_pairs_are_neighbours() -> None:
 
 @laws.few(60)
 @given(
-    interleaved=st.booleans(), rest=st.sampled_from([0, 1, 6]), scaling=st.sampled_from([1.0, 1.3, 0.7]),
-    positions=st.lists(st.integers(0, 100_000), min_size=1, max_size=6), dtype=laws.DTYPES,
-)  # fmt: skip
-def test_unrotating_undoes_rotating(interleaved: bool, rest: int, scaling: float, positions: list[int], dtype: torch.dtype) -> None:
+    interleaved=st.booleans(),
+    rest=st.sampled_from([0, 1, 6]),
+    scaling=st.sampled_from([1.0, 1.3, 0.7]),
+    positions=st.lists(st.integers(0, 100_000), min_size=1, max_size=6),
+    dtype=laws.DTYPES,
+)
+def test_unrotating_undoes_rotating(
+    interleaved: bool, rest: int, scaling: float, positions: list[int], dtype: torch.dtype
+) -> None:
     turn, at = rotary(4, interleaved, scaling), torch.tensor(positions)
     rows = torch.randn(2, len(positions), 8 + rest, generator=torch.Generator().manual_seed(1)).to(dtype)
     there = turn.rotate(rows, at)
     assert there.dtype == torch.float32
     torch.testing.assert_close(turn.unrotate(there, at), rows.float(), rtol=1e-4, atol=1e-4)
     assert torch.equal(there[..., 8:], rows[..., 8:].float())
-    torch.testing.assert_close(there[..., :8].norm(dim=-1), scaling * rows[..., :8].float().norm(dim=-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        there[..., :8].norm(dim=-1), scaling * rows[..., :8].float().norm(dim=-1), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_products_depend_on_distance_alone() -> None:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from kvfold.core.errors import CacheStateError
 from kvfold.core.select import protect_mask, rank_rows, select_rows
-
-from ...helpers import laws
+from tests.helpers import laws
 
 INF = float("inf")
 
@@ -47,7 +46,9 @@ def test_protected_rows_come_first_whatever_their_score() -> None:
 
 
 def test_nan_is_refused() -> None:
-    with pytest.raises(CacheStateError, match="scores must be numbers, got NaN; the keys or queries of this layer hold NaN"):
+    with pytest.raises(
+        CacheStateError, match="scores must be numbers, got NaN; the keys or queries of this layer hold NaN"
+    ):
         rank_rows(torch.tensor([1.0, float("nan")]), torch.zeros(2, dtype=torch.bool))
 
 
@@ -73,5 +74,7 @@ def test_selection_against_python(data: st.DataObject, rows: int, heads: int, ba
 
 
 def test_selecting_nothing() -> None:
-    found = select_rows(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.long))
+    found = select_rows(
+        torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.long)
+    )
     assert found.shape == (1, 2, 0)
