@@ -95,7 +95,8 @@ def test_half_is_kept_in_full_layers_and_all_in_others(family: str, method: str)
     caches.decode(cache, tiny.ids(3, 2, seed=1))
     assert cache.seen_tokens == (LONG + 3,) * 2
     for layer in stats.passed_layers:
-        assert int(cache.stored_tokens(layer).max()) <= 2 * tiny.WINDOW + 16
+        if not cache.layers[layer].core.spec.visibility.is_full:
+            assert int(cache.stored_tokens(layer).max()) <= 2 * tiny.WINDOW + 16
 
 
 @pytest.mark.parametrize("family", FAMILIES)
