@@ -192,7 +192,8 @@ class LayerView(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens: ``-n`` removes n; a positive number is the length that stays (before 5.18)."""
-        count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.core.columns - tokens_to_remove)
+        given = int(tokens_to_remove)  # a tensor before 5.18
+        count = -given if given <= 0 else max(0, self.core.columns - given)
         if count:
             self.core.crop(count)
 
