@@ -41,7 +41,8 @@ def write(path: str | Path, tensors: Mapping[str, Tensor], header: Mapping[str, 
         pointer = tensor.untyped_storage().data_ptr()
         held[name] = tensor.clone() if pointer in seen else tensor
         seen.add(pointer)
-    described = {**header, "format": FORMAT, "sha256": _digest(held)}
+    described = {**header, "format": FORMAT}
+    described["sha256"] = _digest(held, described)
     handle = None
     try:
         with tempfile.NamedTemporaryFile(
@@ -83,6 +84,8 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                     f"{str(path)!r} is a safetensors file but no saved cache; give a file made by Cache.save"
                 )
             header = json.loads(metadata[_KEY])
+            if not isinstance(header, dict):
+                raise DataError(f"{str(path)!r} is damaged or no saved cache: its header is no description")
             if header.get("format") != FORMAT:
                 raise DataError(
                     f"{str(path)!r} has format {header.get('format')}, this version reads {FORMAT}; save it again"
@@ -90,13 +93,15 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (broken, json.JSONDecodeError, OSError) as error:
         raise DataError(f"{str(path)!r} is damaged or no saved cache: {error}") from error
-    if _digest(tensors) != header.get("sha256"):
+    if _digest(tensors, header) != header.get("sha256"):
         raise DataError(f"{str(path)!r} is damaged: its contents do not match its checksum; save it again")
     return tensors, header
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    """Cover every tensor and everything that the header says but the checksum itself."""
+    said = {key: value for key, value in header.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
