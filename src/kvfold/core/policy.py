@@ -162,7 +162,10 @@ def _build(call: Call) -> Policy:
     evictor: Evictor = _construct(entry, params)
     budget = Budget.parse(common["keep"])
     wanted = common.get("allocator") or evictor.default_allocator
-    allocator_call = wanted if isinstance(wanted, Call) else parse_calls(wanted)[0]
+    allocator_calls = [wanted] if isinstance(wanted, Call) else parse_calls(wanted) if isinstance(wanted, str) else []
+    if len(allocator_calls) != 1:
+        raise ConfigError(must_be("allocator", "the name of one allocator", wanted, "give e.g. allocator=ada"))
+    allocator_call = allocator_calls[0]
     allocator: Allocator = _construct(catalogue.find(allocator_call.name, "allocate"), allocator_call.params)
     sinks = _count("sink_tokens", common.get("sink_tokens", SINK_TOKENS), 0)
     recent = _count("recent_tokens", common.get("recent_tokens", RECENT_TOKENS), 0)
