@@ -116,9 +116,11 @@ def test_evicted_bytes_return_to_the_device(model: LlamaForCausalLM) -> None:
     cache = kvfold.Cache(model, "dense").prefill(ids)
     torch.cuda.synchronize()
     before, held = torch.cuda.memory_allocated(), cache.nbytes
+    tensors = sum(1 for view in cache.views for _ in view.core.tensors())
     cache.compress("keydiff(keep=0.25, allocator=ada)")
     freed = before - torch.cuda.memory_allocated()
-    assert freed == held - cache.nbytes
+    # the allocator rounds each tensor up to 512 bytes; positions are held from now on
+    assert abs(freed - (held - cache.nbytes)) <= 512 * (2 * tensors)
     assert 0.73 <= freed / held <= 0.77
 
 

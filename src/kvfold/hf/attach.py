@@ -102,6 +102,8 @@ def _replayed(cache: Cache, prompt: Tensor, config: GenerationConfig | None, kwa
             None if mask is None else mask[:, :-1],
             chunk_size=_setting("prefill_chunk_size", config, kwargs),
         )
+    # one token is left, and chunks are counted from the first column in some versions of transformers
+    kwargs["prefill_chunk_size"] = None
     copies = max(_setting("num_beams", config, kwargs) or 1, _setting("num_return_sequences", config, kwargs) or 1)
     if copies > 1:
         cache.batch_repeat_interleave(copies)

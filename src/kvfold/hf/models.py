@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,11 +128,27 @@ def fingerprint(model: PreTrainedModel) -> str:
         and key not in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
     }
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    weights = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    for parameter in (weights[0], weights[len(weights) // 2], weights[-1]):
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 1024)][:1024]
-        digest.update(sample.to("cpu", torch.float32).contiguous().numpy().tobytes())
+    weights = [
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 2
+    ]
+    for module, name in (weights[0], weights[len(weights) // 2], weights[-1]):
+        with _present(module):
+            parameter = getattr(module, name).detach()
+            sample = parameter.flatten()[:: max(1, parameter.numel() // 1024)][:1024]
+            digest.update(sample.to("cpu", torch.float32).contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _present(module: nn.Module) -> AbstractContextManager[None]:
+    """Bring weights that accelerate keeps elsewhere onto a device for as long as they are read."""
+    if not hasattr(module, "_hf_hook"):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module)
 
 
 def output_weight(module: nn.Module) -> torch.Tensor:

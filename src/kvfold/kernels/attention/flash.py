@@ -27,6 +27,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | No
     if q.device.type == "cuda":
         if q.dtype not in _HALF:
             return f"dtype {q.dtype} on CUDA"
+        if bias is not None and bias.dtype != q.dtype:
+            # rounded to half precision, log n of a row that stands for n tokens would be off by percents
+            return f"a bias in {bias.dtype} beside queries in {q.dtype} on CUDA"
         return None if q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 else f"head_dim {q.shape[-1]}"
     return f"device {q.device.type}"
 
@@ -57,8 +60,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, bias:
 
 def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend with a bias per row; a head whose rows are all at ``-inf`` gives zero and ``-inf``."""
-    added = bias.to(q.dtype)[:, :, None, :]
+    added = bias[:, :, None, :]
     if q.device.type == "cpu":
+        # this operator takes a mask in float32 beside half queries, but none wider or narrower than that
+        added = added if bias.dtype == q.dtype else added.float()
         added = added.expand(-1, -1, q.shape[2], -1)
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=added, scale=scale
