@@ -5,8 +5,8 @@ import webbrowser
 from pathlib import Path
 
 import pytest
+from tests.helpers.runs import POLICIES, write_run
 
-from ..helpers.runs import POLICIES, write_run
 from .conftest import Invoke, last_json, refused
 
 

@@ -41,8 +41,7 @@ def framed(ctx: ScoreContext, b: int, h: int, frame: str) -> Tensor:
     if frame == "post":
         return rows
     turned = [
-        torch.linalg.solve(rotation(ctx, p), row)
-        for p, row in zip(ctx.positions[b, h].tolist(), rows, strict=True)
+        torch.linalg.solve(rotation(ctx, p), row) for p, row in zip(ctx.positions[b, h].tolist(), rows, strict=True)
     ]
     return torch.stack(turned)
 
@@ -51,9 +50,7 @@ def manifoldkv(ctx: ScoreContext, rope_frame: str = "post", metric: str = "l2") 
     return heads(ctx, lambda b, h: far(framed(ctx, b, h, rope_frame), metric))
 
 
-def windowed_manifoldkv(
-    ctx: ScoreContext, window: int, merge_last: bool = True, rope_frame: str = "post"
-) -> Tensor:
+def windowed_manifoldkv(ctx: ScoreContext, window: int, merge_last: bool = True, rope_frame: str = "post") -> Tensor:
     last = (ctx.seen_tokens - 1) // window
     if merge_last and last > 0 and ctx.seen_tokens - last * window < window / 2:
         last -= 1

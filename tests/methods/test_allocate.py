@@ -151,14 +151,10 @@ def test_layers_share_the_budget(allocator: Allocator, seen: int, data: st.DataO
 
 
 @given(st.integers(1, 400), st.integers(1, 80), st.integers(1, 30), st.data())
-def test_pyramid_falls_from_layer_to_layer(
-    seen: int, num_layers: int, beta: int, data: st.DataObject
-) -> None:
+def test_pyramid_falls_from_layer_to_layer(seen: int, num_layers: int, beta: int, data: st.DataObject) -> None:
     keep = data.draw(st.integers(1, seen))
     protected = data.draw(st.integers(0, keep))
-    budgets = [
-        Pyramid(beta=beta).layer_tokens(keep, seen, i, num_layers, protected) for i in range(num_layers)
-    ]
+    budgets = [Pyramid(beta=beta).layer_tokens(keep, seen, i, num_layers, protected) for i in range(num_layers)]
     assert budgets == sorted(budgets, reverse=True)
     assert sum(budgets) == num_layers * keep
     if beta == 1:

@@ -216,9 +216,7 @@ def test_criticalkv_keeps_the_best_then_weighs_by_the_projected_value() -> None:
     # H2O rates 4, 3, 2, 1; half of 4 rows (the first two) are winners; the rest by (s + 1) * |3 v|
     mass = torch.tensor([[[4.0, 3.0, 2.0, 1.0]]])
     values = torch.tensor([[[[1.0], [1.0], [1.0], [-5.0]]]])
-    ctx = rows(
-        [[0.0]] * 4, values=values, attention_mass=mass, output_weight=torch.tensor([[1.0], [-2.0]]), keep=4
-    )
+    ctx = rows([[0.0]] * 4, values=values, attention_mass=mass, output_weight=torch.tensor([[1.0], [-2.0]]), keep=4)
     found = CriticalKV(base="h2o", epsilon=1.0).score(ctx)[0, 0]
     assert found[0] > found[1] > 1e38
     assert found.isfinite().all()

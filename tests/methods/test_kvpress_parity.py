@@ -86,9 +86,7 @@ def context(recorded: Any, layer: int, method: Evictor, keep: int = N // 2) -> S
         num_layers=LAYERS,
         scale=recorded.scale,
         queries=queries[:, :, N - method.query_window :],
-        query_moments=QueryMoments(
-            count=N - SINKS, mean=raw.mean(2), covariance=centred.mT @ centred / (N - SINKS)
-        ),
+        query_moments=QueryMoments(count=N - SINKS, mean=raw.mean(2), covariance=centred.mT @ centred / (N - SINKS)),
         attention_mass=logits.masked_fill(unseen, -torch.inf).softmax(-1).mean(2).sum(2),
         rope=Rotary(inv_freq=recorded["inv_freq"]),
         output_weight=recorded[f"weights/model.layers.{layer}.self_attn.o_proj.weight"],

@@ -88,9 +88,7 @@ def test_parameters_print_and_read_back(text: str) -> None:
     assert isinstance(hash(built.allocator), int)
 
 
-@pytest.mark.parametrize(
-    "base", ["expected_attention(epsilon=0.01)", " Expected-Attention( epsilon = 0.01 )"]
-)
+@pytest.mark.parametrize("base", ["expected_attention(epsilon=0.01)", " Expected-Attention( epsilon = 0.01 )"])
 def test_the_base_of_criticalkv_prints_in_one_form(base: str) -> None:
     built = policy("criticalkv", keep=0.5, base=base)
     assert "base=expected_attention(epsilon=0.01)" in str(built)

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tests.helpers.runs import POLICIES, write_run
 
 from kvfold.report import page_words as words
 from kvfold.report.figures.palette import HEAT, INK, SERIES, contrast, on_heat, styles
@@ -17,8 +18,6 @@ from kvfold.report.page_data import LONGEST
 from kvfold.report.page_markup import data_script, script, tag
 from kvfold.report.page_sections import TITLES
 from kvfold.report.summary import Summary, summarize
-
-from ..helpers.runs import POLICIES, write_run
 
 EVIL = "</script><script>document.title='gone'</script><img src=x onerror=\"document.title='gone'\">"
 

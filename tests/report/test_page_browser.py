@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers.browser import CHROMIUM, DRIVER, Browser, browser
+from tests.helpers.runs import write_run
 
 from kvfold.report.merge import gather
 from kvfold.report.page import build_page
 from kvfold.report.summary import summarize
-
-from ..helpers.browser import CHROMIUM, DRIVER, Browser, browser
-from ..helpers.runs import write_run
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
 

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.runs import POLICIES, TASKS, write_run
 
 from kvfold.core.errors import DataError
 from kvfold.eval.stats import compare
 from kvfold.report.merge import gather
 from kvfold.report.summary import Place, line_of, summarize
-
-from ..helpers.runs import POLICIES, TASKS, write_run
 
 
 def small(path: Path, **changes: Any) -> str:
