@@ -14,7 +14,7 @@ from kvfold.core.errors import CacheStateError, ShapeError
 from kvfold.core.interfaces import Evictor, ScoreContext
 from kvfold.core.memory import kv_row_nbytes
 from kvfold.core.policy import Policy
-from kvfold.core.select import protect_mask, select_rows
+from kvfold.core.select import protect_mask, require_numbers, select_rows
 from kvfold.core.types import Need
 
 
@@ -55,8 +55,16 @@ def compress(
     scores = _scores(store, evictor, spec, call, seen, keep, observed, replay_mass, policy)
     lengths = torch.tensor(store.lengths, device=scores.device)
     protected = protect_mask(lengths, scores.shape[-1], policy.sink_tokens, policy.recent_tokens)
-    counts = allocator.head_counts(scores, protected, keep, spec.order)
-    store.keep(select_rows(scores, protected, counts), counts)
+    has_nan = torch.isnan(scores).any()
+    if allocator.per_head:
+        counts = allocator.head_counts(scores, protected, keep, spec.order)
+        # the host waits for the device once, for both answers
+        nan, *flat = torch.cat((has_nan.long()[None], counts.flatten())).tolist()
+        counts = torch.tensor(flat, dtype=torch.int64).view(store.batch, store.kv_heads)
+    else:
+        nan, counts = bool(has_nan), torch.tensor(store.lengths).clamp_max(keep)
+    require_numbers(bool(nan))
+    store.keep(select_rows(scores, protected, counts, checked=True), counts)
     return True
 
 

@@ -155,27 +155,43 @@ class RowStore:
             counts: Rows to keep per run, ``[batch, kv_heads]`` int64.
         """
         lengths = counts.tolist()
-        starts_old = torch.tensor(self.starts, device=index.device)
-        live = torch.arange(index.shape[-1], device=index.device) < counts[..., None]
-        source = (starts_old[..., None] + index)[live]
+        first = lengths[0][0]
+        if self.is_uniform and all(n == first for row in lengths for n in row):
+            self._keep_equal(index[..., :first])
+            return
+        capacity = [[_pages(n) for n in row] for row in lengths]
+        starts, size, width = _starts(capacity), sum(map(sum, capacity)), index.shape[-1]
+        # where rows come from and go to is known on the host, so the device need not be asked which entries are filler
+        runs = [(number, n) for number, n in enumerate(n for row in lengths for n in row)]
+        entry = torch.cat([torch.arange(n) + number * width for number, n in runs]).to(index.device)
+        old, new = (_per_row(layout, lengths).to(index.device) for layout in (self.starts, starts))
+        own = index.flatten()[entry]
+        target = new + entry % width
+        pools = {name: _scatter(pool[old + own], target, size) for name, pool in self.tensors()}
         if self.positions is None:
             # consecutive rows need no stored positions; from now on they do
-            self.positions = (index[live] + self.base).to(torch.int32)
-            kept_positions = self.positions
-        else:
-            kept_positions = self.positions[source]
-        capacity = [[_pages(n) for n in row] for row in lengths]
-        starts = _starts(capacity)
-        target = (
-            torch.tensor(starts, device=index.device)[..., None] + torch.arange(index.shape[-1], device=index.device)
-        )[live]
-        size = sum(map(sum, capacity))
-        self.keys = _scatter(self.keys[source], target, size)
-        self.values = _scatter(self.values[source], target, size)
-        self.positions = _scatter(kept_positions, target, size)
-        if self.mass is not None:
-            self.mass = _scatter(self.mass[source], target, size)
+            pools["positions"] = _scatter((own + self.base).to(torch.int32), target, size)
+        for name, pool in pools.items():
+            setattr(self, name, pool)
         self.lengths, self.starts, self.capacity, self._shared = lengths, starts, capacity, False
+
+    def _keep_equal(self, index: Tensor) -> None:
+        """Keep equally many rows of every run of a uniform store, ``[batch, kv_heads, rows]``."""
+        rows = index.shape[-1]
+        capacity = _pages(rows)
+        if self.positions is None:
+            kept_positions = (index + self.base).to(torch.int32)
+        else:
+            kept_positions = self.dense(self.positions).gather(2, index)
+        kept = {"positions": kept_positions}
+        for name, pool in self.tensors():
+            at = index if pool.ndim == 1 else index[..., None].expand(-1, -1, -1, pool.shape[-1])
+            kept.setdefault(name, self.dense(pool).gather(2, at))
+        for name, rows_of in kept.items():
+            fresh = rows_of.new_zeros(self.batch, self.kv_heads, capacity, *rows_of.shape[3:])
+            fresh[:, :, :rows] = rows_of
+            setattr(self, name, fresh.flatten(0, 2))
+        self._set_uniform(rows, capacity)
 
     def drop_first(self, rows: int) -> None:
         """Drop the oldest ``rows`` of every run of a uniform, never evicted store, and return their bytes."""
@@ -363,6 +379,12 @@ def _starts(capacity: list[list[int]]) -> list[list[int]]:
             at += size
         starts.append(line)
     return starts
+
+
+def _per_row(layout: list[list[int]], lengths: list[list[int]]) -> Tensor:
+    """Repeat each run's start once per row that it keeps."""
+    flat = torch.tensor([start for row in layout for start in row])
+    return flat.repeat_interleave(torch.tensor([n for row in lengths for n in row]))
 
 
 def _scatter(rows: Tensor, target: Tensor, size: int) -> Tensor:

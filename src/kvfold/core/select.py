@@ -25,12 +25,26 @@ def protect_mask(lengths: Tensor, rows: int, sink_tokens: int, recent_tokens: in
     return ((index < sink_tokens) | (index >= lengths - recent_tokens)) & (index < lengths)
 
 
-def rank_rows(scores: Tensor, protected: Tensor) -> Tensor:
+def require_numbers(has_nan: bool) -> None:
+    """Refuse scores among which is a NaN.
+
+    Args:
+        has_nan: What was found.
+
+    Raises:
+        CacheStateError: If so.
+    """
+    if has_nan:
+        raise CacheStateError("a method's scores must be numbers, got NaN; the keys or queries of this layer hold NaN")
+
+
+def rank_rows(scores: Tensor, protected: Tensor, *, checked: bool = False) -> Tensor:
     """Order rows from the first to stay to the last: protected, then by score, ties to the earlier row.
 
     Args:
         scores: ``[..., rows]`` float32 without NaN.
         protected: ``[..., rows]`` bool.
+        checked: The caller has looked for NaN, or will; looking makes the host wait for the device.
 
     Returns:
         ``[..., rows]`` int64, a permutation of the rows.
@@ -38,20 +52,22 @@ def rank_rows(scores: Tensor, protected: Tensor) -> Tensor:
     Raises:
         CacheStateError: If a score is NaN.
     """
-    if bool(torch.isnan(scores).any()):
-        raise CacheStateError("a method's scores must be numbers, got NaN; the keys or queries of this layer hold NaN")
+    if not checked:
+        require_numbers(bool(torch.isnan(scores).any()))
     order = torch.sort(scores.float(), dim=-1, descending=True, stable=True).indices
     first = torch.sort((~protected.gather(-1, order)).to(torch.uint8), dim=-1, stable=True).indices
     return order.gather(-1, first)
 
 
-def select_rows(scores: Tensor, protected: Tensor, counts: Tensor) -> Tensor:
+def select_rows(scores: Tensor, protected: Tensor, counts: Tensor, *, checked: bool = False) -> Tensor:
     """Pick the rows that stay.
 
     Args:
         scores: ``[batch, kv_heads, rows]`` float32, ``-inf`` where a head has no such row.
         protected: Same shape, bool.
-        counts: Rows to keep per head, int64, ``[batch, kv_heads]``.
+        counts: Rows to keep per head, int64, ``[batch, kv_heads]``; best on the host, where reading them waits for
+            nothing.
+        checked: As in :func:`rank_rows`.
 
     Returns:
         ``[batch, kv_heads, counts.max()]`` int64; the first ``counts`` entries of each head are the kept rows in
@@ -59,6 +75,6 @@ def select_rows(scores: Tensor, protected: Tensor, counts: Tensor) -> Tensor:
     """
     rows = scores.shape[-1]
     width = int(counts.max()) if counts.numel() else 0
-    order = rank_rows(scores, protected)[..., :width]
-    filler = torch.arange(width, device=scores.device) >= counts[..., None]
+    order = rank_rows(scores, protected, checked=checked)[..., :width]
+    filler = torch.arange(width, device=scores.device) >= counts.to(scores.device)[..., None]
     return order.masked_fill(filler, rows).sort(dim=-1).values

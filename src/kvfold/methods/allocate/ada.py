@@ -48,13 +48,13 @@ class AdaKV(Allocator):
         protected = protected & held
         safe = math.floor(Fraction(str(self.safeguard)) * keep)
         safe = min(rows, max(safe, 1) if self.safeguard > 0 else 0)
-        own = torch.zeros_like(held).scatter_(-1, rank_rows(scores, protected)[..., :safe], value=True)
+        own = torch.zeros_like(held).scatter_(-1, rank_rows(scores, protected, checked=True)[..., :safe], value=True)
         guaranteed = (protected | own) & held
         total = torch.minimum(held.sum((1, 2)), protected.sum((1, 2)).clamp(min=kv_heads * keep))
         # where protected rows leave no room for the safeguard, they alone come first
         crowded = guaranteed.sum((1, 2)) > total
         first = torch.where(crowded[:, None, None], protected, guaranteed)
-        order = rank_rows(scores.flatten(1), first.flatten(1))
+        order = rank_rows(scores.flatten(1), first.flatten(1), checked=True)
         taken = torch.arange(kv_heads * rows, device=scores.device) < total[:, None]
         chosen = torch.zeros_like(taken).scatter_(-1, order, taken)
         return chosen.view(batch, kv_heads, rows).sum(-1)
