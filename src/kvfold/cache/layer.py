@@ -41,6 +41,7 @@ class CacheLayer:
         columns: Tokens fed so far, padding included: the length that the caller counts in.
         call: How the last forward call attended.
         padded_at: Column behind the newest padding; cropping cannot reach it.
+        room: Rows to allocate at the first token, where it is known how many will come.
     """
 
     def __init__(self, spec: LayerSpec, needs: Need, query_window: int):
@@ -53,6 +54,7 @@ class CacheLayer:
         self.columns = 0
         self.call: AttentionCall | None = None
         self.padded_at = 0
+        self.room = 0
 
     @property
     def batch(self) -> int:
@@ -96,6 +98,7 @@ class CacheLayer:
         self.call = call
         if not self.lanes:
             self.lanes = [Lane.empty(k, v, self.needs, self.query_window)]
+            self.lanes[0].store.reserve(self.room)
         if replay is not None:
             return self._by_lane(lambda lane, rows: lane.replay(q[rows], k[rows], v[rows], call, *replay))
         count = q.shape[2]

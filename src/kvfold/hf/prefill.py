@@ -88,6 +88,10 @@ def prefill(
         cache.replay_prompt = replay_prompt
     device = _input_device(cache.model)
     step = chunk_size or total
+    if not past and cache.policy.chunk is None:
+        # all rows stay until the prompt ends: growing step by step would copy them over and over
+        for view in cache.views:
+            view.core.room = total if view.core.spec.visibility.is_full else 0
     with cache.prompt(total), cache.hold() if Need.REPLAY in cache.policy.needs else nullcontext():
         for start in range(0, total, step):
             stop = min(total, start + step)
