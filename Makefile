@@ -26,7 +26,7 @@ check: $(READY) ## format, lint, types, docstrings, imports, generated docs, fil
 
 # core, cache and methods decide what is kept of a user's cache: they carry the coverage floor.
 test: check ## check, then every test with the coverage floor
-	$(BIN)/python -m pytest --cov=kvfold.core --cov=kvfold.cache --cov=kvfold.methods --cov-fail-under=90
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov=kvfold.core --cov=kvfold.cache --cov=kvfold.methods --cov-fail-under=90
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -123,9 +123,11 @@ class RowStore:
         self._make_room(count)
         planes: list[tuple[Tensor, Tensor | int]] = [(self.keys, k), (self.values, v)]
         if self.positions is not None:
-            planes.append(
-                (self.positions, torch.arange(position, position + count, device=k.device, dtype=torch.int32))
-            )
+            # one token, the case of every decoding step, needs no tensor of positions
+            new_positions: Tensor | int = position
+            if count > 1:
+                new_positions = torch.arange(position, position + count, device=k.device, dtype=torch.int32)
+            planes.append((self.positions, new_positions))
         if self.mass is not None:
             planes.append((self.mass, 0))
         if self.is_uniform:

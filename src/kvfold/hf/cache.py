@@ -84,6 +84,7 @@ class Cache(transformers.Cache):
             for index, seen in enumerate(self.facts.layers[: last + 1])
         ]
         super().__init__(layers=views)
+        self._first_layer = next(index for index, seen in enumerate(self.facts.layers) if seen is not None)
         prepare(model)
 
     @property
@@ -419,7 +420,8 @@ class Cache(transformers.Cache):
         Raises:
             CacheStateError: If the model's attention no longer goes through kvfold.
         """
-        if not is_prepared(self.model):
+        # once per step is enough, and looking it up is slow
+        if layer_idx == self._first_layer and not is_prepared(self.model):
             raise CacheStateError(
                 "the model's attention no longer goes through kvfold; use the cache inside kvfold.attach(), or make "
                 "it outside"
