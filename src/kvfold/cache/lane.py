@@ -84,7 +84,9 @@ class Lane:
             if stop > at:
                 # decoded queries are worth remembering only where they will be scored with
                 watch = stop <= prompt or policy.every is not None
-                pieces.append(self._extend(q[:, :, at:stop], k[:, :, at:stop], v[:, :, at:stop], call, watch=watch))
+                whole = stop - at == q.shape[2]
+                part = (q, k, v) if whole else (q[:, :, at:stop], k[:, :, at:stop], v[:, :, at:stop])
+                pieces.append(self._extend(*part, call, watch=watch))
             at = stop
             if due:
                 self.compress(policy, spec, call)

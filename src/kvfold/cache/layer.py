@@ -196,11 +196,13 @@ class CacheLayer:
             lane.check(evicts=self.spec.order is not None)
 
     def _by_lane(self, step: Callable[[Lane, slice], Tensor]) -> Tensor:
+        if len(self.lanes) == 1:
+            return step(self.lanes[0], slice(None))
         pieces, at = [], 0
         for lane in self.lanes:
             pieces.append(step(lane, slice(at, at + lane.store.batch)))
             at += lane.store.batch
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return torch.cat(pieces)
 
     def _padded(
         self,

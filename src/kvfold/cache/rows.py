@@ -133,7 +133,11 @@ class RowStore:
         if self.is_uniform:
             at = self.lengths[0][0]
             for pool, new in planes:
-                pool.view(self.batch, self.kv_heads, -1, *pool.shape[1:])[:, :, at : at + count] = new
+                room = pool.view(self.batch, self.kv_heads, self.capacity[0][0], *pool.shape[1:]).narrow(2, at, count)
+                if isinstance(new, Tensor):
+                    room.copy_(new)
+                else:
+                    room.fill_(new)
         else:
             first = torch.tensor(
                 [s + n for ss, ns in zip(self.starts, self.lengths, strict=True) for s, n in zip(ss, ns, strict=True)]

@@ -76,6 +76,7 @@ class Cache(transformers.Cache):
         self._prompt_until: int | None = None
         self._held = False
         self._speculative = False
+        self._updated: LayerView | None = None
         kinds = getattr(self.facts.config, "layer_types", None) or [None] * len(self.facts.layers)
         # layers without rows of their own stand at the end, or have a placeholder
         last = max(index for index, seen in enumerate(self.facts.layers) if seen is not None)
@@ -426,8 +427,12 @@ class Cache(transformers.Cache):
                 "the model's attention no longer goes through kvfold; use the cache inside kvfold.attach(), or make "
                 "it outside"
             )
-        updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return updated
+        view = self._view(layer_idx)
+        if self._updated is not None and self._updated is not view:
+            # the layer before must have attended by now, else this is some model that never asks us
+            self._updated.require_attended()
+        self._updated = view
+        return view.update(key_states, value_states, *args, **kwargs)
 
     @property
     def batch_size(self) -> int:
