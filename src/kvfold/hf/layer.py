@@ -84,8 +84,9 @@ class LayerView(CacheLayerMixin):
         """
         if self._pending:
             raise UnsupportedError(
-                f"layer {self.core.spec.layer_idx}: cached keys did not come to kvfold's attention; the cache was passed "
-                "to another model than its own, or the model does not use the attention registry and cannot be served"
+                f"layer {self.core.spec.layer_idx}: cached keys did not come to kvfold's attention; the cache was "
+                "passed to another model than its own, or the model does not use the attention registry and cannot "
+                "be served"
             )
 
     def attend(
