@@ -28,7 +28,6 @@ class StackedCache(transformers.Cache):
 
     Attributes:
         seen: Tokens seen by each cache before the stack was made, ``[batch]`` int64: positions go on from there.
-        columns: Tokens fed to the stack so far, padding included.
     """
 
     def __init__(self, caches: list[Cache]):
@@ -54,7 +53,6 @@ class StackedCache(transformers.Cache):
             )
         self.model = model
         self.seen = torch.tensor([cache.seen_tokens[0] for cache in caches])
-        self.columns = 0
         lanes = [[cache.views[index].core.lanes[0] for cache in caches] for index in range(len(facts.layers))]
         super().__init__(layers=[_StackedLayer(self, own) for own in lanes])
 
@@ -68,6 +66,11 @@ class StackedCache(transformers.Cache):
         """Which columns of the tail are real, ``[batch, columns]``."""
         return cast(_StackedLayer, self.layers[0]).valid
 
+    @property
+    def columns(self) -> int:
+        """Tokens fed to the stack so far, padding included."""
+        return self.get_seq_length()
+
     @torch.no_grad()
     def feed(self, input_ids: Tensor, valid: Tensor) -> Tensor:
         """Feed tokens to every sequence.
@@ -79,7 +82,6 @@ class StackedCache(transformers.Cache):
         Returns:
             Logits of the last column, ``[batch, vocabulary]``.
         """
-        count = input_ids.shape[1]
         past = valid.new_ones(valid.shape[0], 0) if self.valid is None else self.valid
         output = self.model(
             input_ids=input_ids,
@@ -89,7 +91,6 @@ class StackedCache(transformers.Cache):
             logits_to_keep=1,
             **{cache_kwarg(): self},
         )
-        self.columns += count
         logits: Tensor = output.logits[:, -1]
         return logits
 
