@@ -90,7 +90,7 @@ class Lane:
             at = stop
             if due:
                 self.compress(policy, spec, call)
-            if prompt_ends and at == prompt and not policy.is_dense and policy.every is None:
+            if prompt_ends and at == prompt and policy.evicts and policy.every is None:
                 self.observed.forget()
         if not pieces:
             return q.new_empty(*q.shape[:3], v.shape[-1])
@@ -205,7 +205,7 @@ class Lane:
         self, count: int, prompt: int, prompt_ends: bool, policy: Policy, spec: LayerSpec
     ) -> Iterator[tuple[int, bool]]:
         """Yield where to stop and whether a compression is due there."""
-        if policy.is_dense or spec.order is None:
+        if not policy.evicts or spec.order is None:
             if prompt_ends:
                 self.decoded = 0
             self.decoded += count - prompt

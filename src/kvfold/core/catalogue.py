@@ -14,7 +14,9 @@ from kvfold.core.types import Need
 ENTRY_POINT_GROUP = "kvfold.methods"
 
 _EVICT = "kvfold.methods.evict"
+_RETRIEVE = "kvfold.methods.retrieve"
 _ALLOCATE = "kvfold.methods.allocate"
+_ROLES = ("evict", "retrieve", "allocate")
 
 _BUILT_IN: dict[str, tuple[str, str]] = {
     # name: (role, "module:Class")
@@ -44,7 +46,7 @@ class Entry:
 
     Attributes:
         name: As typed in a policy.
-        role: ``evict`` or ``allocate``.
+        role: ``evict``, ``retrieve`` or ``allocate``.
         target: ``"module:Class"``.
     """
 
@@ -100,21 +102,22 @@ def methods(role: str | None = None) -> tuple[Entry, ...]:
         if point.name in names:
             raise DataError(f"method {point.name!r} of {point.value!r} clashes with one of the same name; rename it")
         kind = getattr(point.load(), "role", None)
-        if kind not in ("evict", "allocate"):
+        if kind not in _ROLES:
             raise DataError(
-                f"method {point.name!r} of {point.value!r} must have role 'evict' or 'allocate', has {kind!r}"
+                f"method {point.name!r} of {point.value!r} must have the role 'evict', 'retrieve' or 'allocate', "
+                f"has {kind!r}"
             )
         names.add(point.name)
         entries.append(Entry(point.name, kind, point.value))
     return tuple(entry for entry in entries if role in (None, entry.role))
 
 
-def find(name: str, role: str) -> Entry:
+def find(name: str, *roles: str) -> Entry:
     """Look a method up by name.
 
     Args:
         name: As typed.
-        role: ``evict`` or ``allocate``.
+        *roles: What it may decide: ``evict``, ``retrieve``, ``allocate``.
 
     Returns:
         The entry.
@@ -122,10 +125,10 @@ def find(name: str, role: str) -> Entry:
     Raises:
         ConfigError: If there is none; the message offers the nearest names.
     """
-    entries = {entry.name: entry for entry in methods(role)}
+    entries = {entry.name: entry for entry in methods() if entry.role in roles}
     if name in entries:
         return entries[name]
-    kind = {"evict": "method", "allocate": "allocator"}[role]
+    kind = "allocator" if roles == ("allocate",) else "method"
     near = difflib.get_close_matches(name.lower(), entries, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(entries)}"
     raise ConfigError(f"{kind} must be one of the catalogue, got {name!r}; {hint}")

@@ -11,6 +11,7 @@ from kvfold.core.budget import Budget
 from kvfold.core.errors import ConfigError, must_be
 from kvfold.core.interfaces import Allocator, Evictor
 from kvfold.core.parse import Call, parse_calls, print_value
+from kvfold.core.retrieve import Retriever
 from kvfold.core.types import Need
 
 SINK_TOKENS = 4
@@ -22,7 +23,7 @@ class Policy:
     """What happens to a cache. Build one with :func:`policy`.
 
     Attributes:
-        method: Name of the evicting method, ``None`` for a dense cache.
+        method: Name of the evicting method, ``None`` where nothing is evicted.
         evictor: The method with its parameters.
         budget: Tokens that stay, sinks and recent tokens included.
         allocator_name: Name of the allocator.
@@ -32,6 +33,8 @@ class Policy:
         chunk: If set, compress after every ``chunk`` prompt tokens, so that never more than budget + ``chunk`` tokens
             are stored; else once, when the prompt ends.
         every: If set, compress again after every ``every`` decoded tokens.
+        retriever_name: Name of the method that chooses what a query reads, ``None`` where every query reads all rows.
+        retriever: That method with its parameters.
     """
 
     method: str | None = None
@@ -43,11 +46,13 @@ class Policy:
     recent_tokens: int = 0
     chunk: int | None = None
     every: int | None = None
+    retriever_name: str | None = None
+    retriever: Retriever | None = None
 
     @property
-    def is_dense(self) -> bool:
-        """Whether nothing is ever evicted."""
-        return self.evictor is None
+    def evicts(self) -> bool:
+        """Whether rows are ever evicted."""
+        return self.evictor is not None
 
     @property
     def protected_tokens(self) -> int:
@@ -89,9 +94,12 @@ class Policy:
 
     def __str__(self) -> str:
         """Print in the form that :func:`policy` reads; only what differs from the defaults."""
-        if self.evictor is None or self.allocator is None:
-            return "dense"
-        evictor, allocator = self.evictor, self.allocator
+        parts = [] if self.evictor is None or self.allocator is None else [self._evicting(self.evictor, self.allocator)]
+        if self.retriever is not None:
+            parts.append(str(Call(str(self.retriever_name), _changed(self.retriever))))
+        return " + ".join(parts) or "dense"
+
+    def _evicting(self, evictor: Evictor, allocator: Allocator) -> str:
         shown: dict[str, str] = {"keep": str(self.budget)}
         alloc = Call(str(self.allocator_name), _changed(allocator))
         if alloc != Call(evictor.default_allocator, {}):
@@ -108,7 +116,7 @@ class Policy:
         return f"{self.method}({', '.join(f'{key}={value}' for key, value in shown.items())})"
 
 
-def _changed(method: Evictor | Allocator) -> dict[str, Any]:
+def _changed(method: Evictor | Allocator | Retriever) -> dict[str, Any]:
     """Parameters of a method that differ from their defaults."""
     fields = dataclasses.fields(method)  # type: ignore[arg-type]
     return {f.name: getattr(method, f.name) for f in fields if getattr(method, f.name) != f.default}
@@ -118,7 +126,8 @@ def policy(text: str | Policy, /, **params: Any) -> Policy:
     """Build a policy from a name and parameters, or from its text.
 
     Args:
-        text: ``"dense"``, the name of a method, or text such as ``"manifoldkv(keep=0.25, allocator=ada)"``.
+        text: ``"dense"``, the name of a method, or text such as ``"manifoldkv(keep=0.25, allocator=ada)"`` or
+            ``"snapkv(keep=0.5) + refinekv(tau=0.01)"``.
         **params: Parameters, as they would stand in the text: those of the policy (``keep``, ``allocator``,
             ``sink_tokens``, ``recent_tokens``, ``chunk``, ``every``) and those of the method.
 
@@ -133,24 +142,47 @@ def policy(text: str | Policy, /, **params: Any) -> Policy:
             raise ConfigError("a finished policy takes no further parameters; build it from its name instead")
         return text
     calls = parse_calls(text)
-    if len(calls) > 1:
-        names = " and ".join(call.name for call in calls)
-        for call in calls:
-            catalogue.find(call.name, "evict")
-        raise ConfigError(f"a policy must have one method that evicts, got {names}; both decide which tokens stay")
-    call = calls[0]
-    double = call.params.keys() & params.keys()
-    if double:
-        raise ConfigError(f"{', '.join(sorted(double))} must be given once, got it in the text and as an argument")
-    return _build(Call(call.name, {**call.params, **params}))
+    if len(calls) == 1:
+        double = calls[0].params.keys() & params.keys()
+        if double:
+            raise ConfigError(f"{', '.join(sorted(double))} must be given once, got it in the text and as an argument")
+        calls = [Call(calls[0].name, {**calls[0].params, **params})]
+    elif params:
+        raise ConfigError(f"parameters of several methods must stand in the text, got {', '.join(params)} beside it")
+    return _build(calls)
 
 
-def _build(call: Call) -> Policy:
+def _build(calls: list[Call]) -> Policy:
+    roles: dict[str, Call] = {}
+    for call in calls:
+        if call.name == "dense":
+            if call.params:
+                raise ConfigError(
+                    f"dense takes no parameters, got {', '.join(call.params)}; name a method, e.g. manifoldkv"
+                )
+            if len(calls) > 1:
+                raise ConfigError("dense must stand alone; leave it out beside another method")
+            return Policy()
+        role = catalogue.find(call.name, "evict", "retrieve").role
+        if role in roles:
+            verb, what = {
+                "evict": ("evicts", "which tokens stay"),
+                "retrieve": ("retrieves", "which rows a query reads"),
+            }[role]
+            raise ConfigError(
+                f"a policy must have one method that {verb}, got {roles[role].name} and {call.name}; both decide {what}"
+            )
+        roles[role] = call
+    found = _evicting(roles["evict"]) if "evict" in roles else Policy()
+    if "retrieve" in roles:
+        call = roles["retrieve"]
+        retriever: Retriever = _construct(catalogue.find(call.name, "retrieve"), dict(call.params))
+        found = dataclasses.replace(found, retriever_name=call.name, retriever=retriever)
+    return found
+
+
+def _evicting(call: Call) -> Policy:
     params = dict(call.params)
-    if call.name == "dense":
-        if params:
-            raise ConfigError(f"dense takes no parameters, got {', '.join(params)}; name a method, e.g. manifoldkv")
-        return Policy()
     entry = catalogue.find(call.name, "evict")
     if params.get("keep") is None:
         raise ConfigError(f"{call.name} needs keep; give a fraction, tokens or bytes, e.g. {call.name}(keep=0.25)")

@@ -243,7 +243,7 @@ class Cache(transformers.Cache):
             raise UnsupportedError(
                 "assisted decoding cannot undo evictions while decoding; build the policy without every"
             )
-        if self._prompt_until is None and not self.policy.is_dense:
+        if self._prompt_until is None and self.policy.evicts:
             raise UnsupportedError(
                 "assisted decoding needs to know where the prompt ends; generate inside kvfold.attach(), or inside "
                 "cache.prompt(number_of_prompt_tokens)"

@@ -67,7 +67,7 @@ def test_two_packages_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_outside_object_without_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, ("other", "NoRole"))
-    with pytest.raises(DataError, match="must have role 'evict' or 'allocate', has None"):
+    with pytest.raises(DataError, match="must have the role 'evict', 'retrieve' or 'allocate', has None"):
         kvfold.methods()
 
 

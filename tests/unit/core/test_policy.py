@@ -206,7 +206,7 @@ def test_properties() -> None:
     assert policy.needs == Need.KEYS | Need.QUERIES
     assert policy.needs.names() == ("KEYS", "QUERIES")
     dense = kvfold.policy("dense")
-    assert (dense.is_dense, dense.needs, dense.query_window, dense.protected_tokens) == (True, Need.NOTHING, 0, 0)
+    assert (dense.evicts, dense.needs, dense.query_window, dense.protected_tokens) == (False, Need.NOTHING, 0, 0)
     assert kvfold.policy("keydiff(keep=0.5, block_size=128)").chunk == 128
 
 

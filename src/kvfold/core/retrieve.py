@@ -1,0 +1,121 @@
+"""What a retriever is: summaries of clusters of rows, and a choice of rows by query. Nothing is thrown away."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvfold.core.types import Need
+
+Summaries = Mapping[str, Tensor]
+"""Summaries of the clusters of one level by name, each ``[batch, kv_heads, clusters, ...]``.
+
+``mean_keys`` and ``mean_values`` are what a cluster is represented by; ``sizes`` its rows, where they vary. Other names
+are the method's own.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectContext:
+    """What an engine shows a retriever in one decode step of one layer. Shapes do not depend on values.
+
+    Attributes:
+        queries: One query per head, after norm and RoPE, ``[batch, q_heads, head_dim]``.
+        scale: Factor on the logits.
+        levels: Summaries of the clusters, then of the clusters of clusters.
+        exists: Which entries of each level are clusters, bool, ``[batch, kv_heads, clusters]``; the rest is room.
+        rest_lse: Log-sum-exp of the logits of all that is read anyway (rows after the last cluster, learned sinks),
+            float32, ``[batch, q_heads]``; ``-inf`` where there is nothing.
+        rest_value_norm: Largest norm of a value among those rows, float32, ``[batch, kv_heads]``.
+        amount: Value of the parameter that :attr:`Retriever.knob` names, float32, ``[batch]``: sequences of one batch
+            may be read with different ones.
+    """
+
+    queries: Tensor
+    scale: float
+    levels: tuple[Summaries, ...]
+    exists: tuple[Tensor, ...]
+    rest_lse: Tensor
+    rest_value_norm: Tensor
+    amount: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which rows one decode step reads. ``heads`` is ``kv_heads``, or ``q_heads`` where each query head chooses.
+
+    Attributes:
+        expanded: Clusters of the lowest level whose rows are read, bool, ``[batch, heads, clusters]``.
+        represented: Clusters of each level that stand for their rows by their means, bool, same form per level. Every
+            existing row is expanded, or represented once, or dropped.
+        scored: Clusters of each level that had to be looked at, int64, ``[batch, kv_heads]`` per level.
+        remaining: Bound on the norm of the output's error, float32, ``[batch, q_heads]``; ``None`` where the method has
+            none.
+    """
+
+    expanded: Tensor
+    represented: tuple[Tensor, ...]
+    scored: tuple[Tensor, ...]
+    remaining: Tensor | None = None
+
+
+class Retriever(ABC):
+    """Decides which rows a query reads. Concrete methods are frozen dataclasses of their parameters.
+
+    Rows are indexed in segments: so many consecutive rows of a head, in the order in which they are stored. A segment
+    is summarised once it is complete, from its rows alone; later rows are read as they are.
+    """
+
+    __slots__ = ()
+    role: ClassVar[str] = "retrieve"
+    needs: ClassVar[Need] = Need.KEYS | Need.VALUES
+
+    @property
+    @abstractmethod
+    def knob(self) -> str:
+        """Name of the parameter that says how much is read."""
+
+    @property
+    @abstractmethod
+    def segments(self) -> tuple[int, ...]:
+        """Rows of one segment of each level; each divides the next."""
+
+    @property
+    def clusters_per_segment(self) -> int:
+        """Clusters that a segment of the lowest level is cut into; 1 where clusters are consecutive rows."""
+        return 1
+
+    @property
+    def dense_layers(self) -> int:
+        """First layers that read everything."""
+        return 0
+
+    @abstractmethod
+    def summarise(self, keys: Tensor, values: Tensor, level: int) -> dict[str, Tensor]:
+        """Summarise complete segments.
+
+        Args:
+            keys: ``[batch, kv_heads, count, segment, head_dim]``.
+            values: ``[batch, kv_heads, count, segment, value_dim]``.
+            level: Index into :attr:`segments`.
+
+        Returns:
+            Summaries, ``[batch, kv_heads, count * clusters, ...]``. Where clusters are not consecutive rows, also
+            ``members``: which cluster of its segment each row belongs to, uint8,
+            ``[batch, kv_heads, count * segment]``. One segment's summaries do not depend on the others.
+        """
+
+    @abstractmethod
+    def select(self, ctx: SelectContext) -> Selection:
+        """Choose what one query per head reads; no step of it waits for the device.
+
+        Args:
+            ctx: Queries and summaries.
+
+        Returns:
+            The choice.
+        """
