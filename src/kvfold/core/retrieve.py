@@ -94,6 +94,19 @@ class Retriever(ABC):
         """First layers that read everything."""
         return 0
 
+    def amount(self, rows: int, row_nbytes: int) -> float:
+        """Say what :attr:`SelectContext.amount` is for a cache of this size.
+
+        Args:
+            rows: Rows held per KV head, the mean over heads and layers.
+            row_nbytes: Bytes of one row of all KV heads of all compressed layers, keys and values.
+
+        Returns:
+            The value of the knob; a budget is turned into rows per KV head.
+        """
+        del rows, row_nbytes
+        return float(getattr(self, self.knob))
+
     @abstractmethod
     def summarise(self, keys: Tensor, values: Tensor, level: int) -> dict[str, Tensor]:
         """Summarise complete segments.
