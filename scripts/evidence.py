@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Run the grid of docs/numbers.md on one GPU: a process per task and length, all at once.
+"""Run the grid of docs/numbers.md on one GPU: some processes, each taking one task at one length after the other.
 
-    python scripts/evidence.py MODEL RULER_DATA OUT --lengths 4096,16384 --n 100
+    python scripts/evidence.py RULER_DATA OUT --grid MODEL:4096,16384 --grid SMALLER:4096 --long MODEL --n 100
     kvfold report OUT/* --out report.html
 
-Each process writes a run of its own, which resumes if it is started again. ``--deadline`` stops all of
-them after so many seconds; what was finished stays. ``--long`` adds the comparison of global and windowed centroids at
-64K, with the model's rotary embedding stretched by YaRN.
+Each task and length is a run of its own, which resumes if it is started again. ``--deadline`` stops all processes after
+so many seconds; what was finished stays. ``--long`` compares global and windowed centroids at 64K, with the model's
+rotary embedding stretched by YaRN.
 """
 
 from __future__ import annotations
@@ -15,19 +15,38 @@ import argparse
 import multiprocessing
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import Any, NamedTuple
 
 METHODS = ["manifoldkv", "windowed_manifoldkv", "keydiff", "snapkv", "streamingllm", "expected_attention", "kvzip"]
 KEEP = [0.5, 0.25, 0.1]
 TASKS = ["niah_multikey_2", "niah_multikey_3", "niah_multivalue", "vt", "qa_1"]
 METRICS = [f"manifoldkv(keep=0.5, metric={name})" for name in ("l1", "linf", "cosine")]
 LONG_POLICIES = [
-    f"{method}(keep=0.75{protection})"
+    f"{method}(keep={keep}{protection})"
     for method in ("manifoldkv", "windowed_manifoldkv", "keydiff")
+    for keep in (0.75, 0.5)
     for protection in ("", ", sink_tokens=0, recent_tokens=0")
 ]
-YARN_FACTOR = 2.0
-MAX_NEW_TOKENS = 64
+LONG_TASK, LONG_TOKENS, YARN_FACTOR = "niah_multikey_1", 65536, 2.0
+MAX_NEW_TOKENS = 48
+
+
+class Job(NamedTuple):
+    """One task at one length: what is run, and how many samples are answered together."""
+
+    model: str
+    task: str
+    length: int
+    policies: list[str]
+    batch: int
+    stretch: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of its run."""
+        return f"{Path(self.model).name}-{self.task}-{self.length}{'-yarn' if self.stretch else ''}"
 
 
 def grid(length: int, window: int = 4096) -> list[str]:
@@ -38,20 +57,15 @@ def grid(length: int, window: int = 4096) -> list[str]:
             continue
         for allocator in ("uniform",) if method == "streamingllm" else ("uniform", "ada"):
             policies += [f"{method}(keep={keep}, allocator={allocator})" for keep in KEEP]
-    return policies + (METRICS if length <= window else [])
+    return policies + METRICS
 
 
-def work(args: argparse.Namespace, task_name: str, length: int, policies: list[str], batch: int, stretch: bool) -> None:
-    """Run one task at one length in this process."""
+def load(path: str, stretch: bool, device: str) -> tuple[Any, Any]:
+    """Load a model in bfloat16, with its context doubled if wanted, and its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from kvfold.eval.record import RunFolder
-    from kvfold.eval.runner import make_settings, run
-    from kvfold.eval.tasks import task, tasks
-
-    torch.set_num_threads(1)
-    config = AutoConfig.from_pretrained(args.model)
+    config = AutoConfig.from_pretrained(path)
     if stretch:
         config.rope_parameters = {
             "rope_type": "yarn",
@@ -60,53 +74,80 @@ def work(args: argparse.Namespace, task_name: str, length: int, policies: list[s
             "rope_theta": config.rope_parameters["rope_theta"],
         }
         config.max_position_embeddings = int(config.max_position_embeddings * YARN_FACTOR)
-    model = AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=torch.bfloat16)
-    model = model.to(args.device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    entry = next(one for one in tasks() if one.name == task_name)
-    chosen = task(task_name, **({"data": args.data} if "data" in entry.parameters else {}))
-    name = Path(args.model).name + (" (YaRN 2x)" if stretch else "")
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.bfloat16).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(path)
+
+
+def answer(job: Job, loaded: tuple[Any, Any], args: argparse.Namespace) -> None:
+    """Run one job."""
+    from kvfold.eval.record import RunFolder
+    from kvfold.eval.runner import make_settings, run
+    from kvfold.eval.tasks import task, tasks
+
+    model, tokenizer = loaded
+    entry = next(one for one in tasks() if one.name == job.task)
+    chosen = task(job.task, **({"data": args.data} if "data" in entry.parameters else {}))
     settings = make_settings(
         model,
-        name=name,
-        policies=policies,
+        name=Path(job.model).name + (" (YaRN 2x)" if job.stretch else ""),
+        policies=job.policies,
         tasks=[chosen],
-        lengths=[length],
+        lengths=[job.length],
         count=args.n,
         max_new_tokens=MAX_NEW_TOKENS,
         chunk_size=8192,
     )
-    folder = RunFolder(Path(args.out) / f"{Path(args.model).name}-{task_name}-{length}{'-yarn' if stretch else ''}")
     began = time.time()
 
     def progress(done: int, total: int, what: str) -> None:
-        print(f"{time.time() - began:6.0f} s  {what}: {done}/{total}", flush=True)
+        print(f"{time.time() - began:6.0f} s  {job.name}  {what}: {done}/{total}", flush=True)
 
-    rows = batch * (len(policies) + 1)
-    run(model, tokenizer, [chosen], settings, folder, batch_samples=batch, stack_rows=rows, progress=progress)
+    rows = job.batch * (len(job.policies) + 1)
+    folder = RunFolder(Path(args.out) / job.name)
+    run(model, tokenizer, [chosen], settings, folder, batch_samples=job.batch, stack_rows=rows, progress=progress)
+
+
+def work(jobs: Any, failed: Any, args: argparse.Namespace) -> None:
+    """Take jobs until there are none; one that fails does not stop the others."""
+    import torch
+
+    torch.set_num_threads(1)
+    held: tuple[tuple[str, bool], tuple[Any, Any]] | None = None
+    while (job := jobs.get()) is not None:
+        if held is None or held[0] != (job.model, job.stretch):
+            held = ((job.model, job.stretch), load(job.model, job.stretch, args.device))
+        try:
+            answer(job, held[1], args)
+        except Exception:
+            failed.put(job.name)
+            print(f"{job.name} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
     """Start the processes and wait for them, or for the deadline."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder with config, safetensors and tokenizer")
     parser.add_argument("data", help="folder with RULER's source files")
     parser.add_argument("out", help="folder for the runs")
-    parser.add_argument("--lengths", default="4096,16384")
+    parser.add_argument("--grid", action="append", default=[], metavar="MODEL:LENGTHS", help="folder of a model")
+    parser.add_argument("--long", metavar="MODEL", help="also run the comparison at 64K")
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--n", type=int, default=100)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--long", action="store_true")
     parser.add_argument("--deadline", type=float, default=1e9)
     args = parser.parse_args()
-    jobs = []
-    for length in sorted((int(text) for text in args.lengths.split(",")), reverse=True):
-        batch = 4 if length <= 4096 else 2
-        jobs += [(name, length, grid(length), batch, False) for name in args.tasks.split(",")]
-    if args.long:
-        jobs.append(("niah_multikey_1", 65536, LONG_POLICIES, 1, True))
+    todo = [Job(args.long, LONG_TASK, LONG_TOKENS, LONG_POLICIES, 1, stretch=True)] if args.long else []
+    for text in args.grid:
+        model, _, lengths = text.rpartition(":")
+        for length in map(int, lengths.split(",")):
+            batch = 8 if length <= 4096 else 2
+            todo += [Job(model, name, length, grid(length), batch) for name in args.tasks.split(",")]
+    todo.sort(key=lambda job: -job.length)
     context = multiprocessing.get_context("spawn")
-    running = [context.Process(target=work, args=(args, *job)) for job in jobs]
+    jobs, failed = context.Queue(), context.Queue()
+    for job in [*todo, *[None] * args.workers]:
+        jobs.put(job)
+    running = [context.Process(target=work, args=(jobs, failed, args)) for _ in range(args.workers)]
     end = time.monotonic() + args.deadline
     for process in running:
         process.start()
@@ -115,9 +156,9 @@ def main() -> int:
     late = [process for process in running if process.is_alive()]
     for process in late:
         process.kill()
-    failed = [process for process in running if process.exitcode not in (0, None) and process not in late]
-    print(f"{len(running) - len(late) - len(failed)} done, {len(late)} stopped at the deadline, {len(failed)} failed")
-    return 1 if failed else 0
+    broken = [process for process in running if process.exitcode not in (0, None) and process not in late]
+    print(f"{len(todo)} jobs, {len(late)} processes stopped at the deadline, {len(broken)} died")
+    return 1 if broken or not failed.empty() else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""One eviction of one lane: score, allocate, select, keep."""
+"""Evicting rows: score, allocate and select without waiting for the device, then keep what was selected."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +16,47 @@ from kvfold.core.errors import CacheStateError, ShapeError
 from kvfold.core.interfaces import Evictor, ScoreContext
 from kvfold.core.memory import kv_row_nbytes
 from kvfold.core.policy import Policy
-from kvfold.core.select import protect_mask, require_numbers, select_rows
+from kvfold.core.select import first_rows, protect_mask, rank_rows, require_numbers
 from kvfold.core.types import Need
 
 
-def compress(
+@dataclass(slots=True)
+class Rating:
+    """How a method rates the rows of one lane; the same for every budget.
+
+    Attributes:
+        scores: ``[batch, kv_heads, rows]`` float32, ``-inf`` where a run has no such row.
+        has_nan: Whether a score is NaN, on the device.
+        orders: Rows from the first to stay to the last, by the number of sinks and recent tokens.
+    """
+
+    scores: Tensor
+    has_nan: Tensor
+    orders: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+Known = dict[Hashable, Rating]
+"""Ratings that policies share: forks of one cache are rated once by each method, whatever their budgets."""
+
+
+@dataclass(slots=True)
+class Eviction:
+    """What is to be evicted from one lane; nothing has been changed yet.
+
+    Attributes:
+        store: Rows of the lane.
+        rating: How they are rated.
+        order: Rows from the first to stay to the last, ``[batch, kv_heads, rows]``.
+        counts: Rows to keep per run, ``[batch, kv_heads]``; on the device where it depends on the scores.
+    """
+
+    store: RowStore
+    rating: Rating
+    order: Tensor
+    counts: Tensor
+
+
+def plan(
     store: RowStore,
     policy: Policy,
     spec: LayerSpec,
@@ -26,46 +64,78 @@ def compress(
     seen: int,
     observed: Observations,
     replay_mass: Tensor | None,
-) -> bool:
-    """Evict the rows that a policy does not keep.
+    known: Known | None = None,
+    lane: int = 0,
+) -> Eviction | None:
+    """Choose the rows that a policy does not keep, without waiting for the device.
 
     Args:
-        store: Rows of the lane; changed in place.
+        store: Rows of the lane.
         policy: Which method, at which budget.
         spec: Which layer this is.
         call: How the layer attends.
         seen: Tokens appended so far to each sequence.
         observed: What was remembered of the queries.
         replay_mass: Attention received while the context was read again, ``[batch, kv_heads, rows]``.
+        known: Ratings of forks of the same cache; looked up and added to.
+        lane: Which lane of the layer this is.
 
     Returns:
-        Whether a row was evicted.
+        The choice, ``None`` if every row stays.
 
     Raises:
         CacheStateError: If something that the method needs was not observed.
     """
     evictor, allocator = policy.evictor, policy.allocator
     if evictor is None or allocator is None or spec.order is None or not store.total_rows:
-        return False
+        return None
     mean = policy.keep_tokens(seen, row_nbytes(store, spec), slack_rows=PAGE - 1)
     keep = allocator.layer_tokens(mean, seen, spec.order, spec.num_compressed, policy.protected_tokens)
     keep = max(keep, min(seen, policy.protected_tokens), 1)
     if all(keep * store.kv_heads >= sum(row) for row in store.lengths):
-        return False
-    scores = _scores(store, evictor, spec, call, seen, keep, observed, replay_mass, policy)
-    lengths = torch.tensor(store.lengths, device=scores.device)
-    protected = protect_mask(lengths, scores.shape[-1], policy.sink_tokens, policy.recent_tokens)
-    has_nan = torch.isnan(scores).any()
+        return None
+    key = (spec.layer_idx, lane, repr(evictor), keep if evictor.reads_keep else None)
+    rating = None if known is None else known.get(key)
+    if rating is None:
+        scores = _scores(store, evictor, spec, call, seen, keep, observed, replay_mass, policy)
+        rating = Rating(scores, torch.isnan(scores).any())
+        if known is not None:
+            known[key] = rating
+    lengths = torch.tensor(store.lengths, device=rating.scores.device)
+    protection = (policy.sink_tokens, policy.recent_tokens)
+    protected = protect_mask(lengths, rating.scores.shape[-1], *protection)
+    if protection not in rating.orders:
+        rating.orders[protection] = rank_rows(rating.scores, protected, checked=True)
     if allocator.per_head:
-        counts = allocator.head_counts(scores, protected, keep, spec.order)
-        # the host waits for the device once, for both answers
-        nan, *flat = torch.cat((has_nan.long()[None], counts.flatten())).tolist()
-        counts = torch.tensor(flat, dtype=torch.int64).view(store.batch, store.kv_heads)
+        counts = allocator.head_counts(rating.scores, protected, keep, spec.order)
     else:
-        nan, counts = bool(has_nan), torch.tensor(store.lengths).clamp_max(keep)
-    require_numbers(bool(nan))
-    store.keep(select_rows(scores, protected, counts, checked=True), counts)
-    return True
+        counts = torch.tensor(store.lengths).clamp_max(keep)
+    return Eviction(store, rating, rating.orders[protection], counts)
+
+
+def carry_out(evictions: Sequence[Eviction]) -> None:
+    """Evict what was chosen. The host waits for the device once, however many lanes there are.
+
+    Args:
+        evictions: Of any lanes and layers; their stores are changed in place.
+
+    Raises:
+        CacheStateError: If a score is NaN; nothing has been evicted then.
+    """
+    if not evictions:
+        return
+    device = evictions[0].order.device
+    asked = [e.rating.has_nan.long()[None].to(device) for e in evictions]
+    asked += [e.counts.flatten().to(device) for e in evictions if e.counts.device.type != "cpu"]
+    answers = torch.cat(asked).tolist()
+    require_numbers(any(answers[: len(evictions)]))
+    at = len(evictions)
+    for eviction in evictions:
+        counts = eviction.counts
+        if counts.device.type != "cpu":
+            counts = torch.tensor(answers[at : at + counts.numel()], dtype=torch.int64).view(counts.shape)
+            at += counts.numel()
+        eviction.store.keep(first_rows(eviction.order, counts), counts)
 
 
 def row_nbytes(store: RowStore, spec: LayerSpec) -> int:

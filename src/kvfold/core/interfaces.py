@@ -91,6 +91,8 @@ class Evictor(ABC):
     needs: ClassVar[Need]
     per_head: ClassVar[bool] = True
     """Whether KV heads may keep different tokens; a method that keeps one set per layer says False."""
+    reads_keep: ClassVar[bool] = False
+    """Whether scores depend on the budget (``ScoreContext.keep``); others are shared between budgets."""
 
     @property
     def extra_needs(self) -> Need:

@@ -73,8 +73,20 @@ def select_rows(scores: Tensor, protected: Tensor, counts: Tensor, *, checked: b
         ``[batch, kv_heads, counts.max()]`` int64; the first ``counts`` entries of each head are the kept rows in
         ascending order, the rest repeat the width ``rows`` as filler.
     """
-    rows = scores.shape[-1]
+    return first_rows(rank_rows(scores, protected, checked=checked), counts)
+
+
+def first_rows(order: Tensor, counts: Tensor) -> Tensor:
+    """Take the first rows of an order.
+
+    Args:
+        order: Rows from the first to stay to the last, ``[batch, kv_heads, rows]``.
+        counts: As in :func:`select_rows`.
+
+    Returns:
+        As :func:`select_rows`.
+    """
+    rows = order.shape[-1]
     width = int(counts.max()) if counts.numel() else 0
-    order = rank_rows(scores, protected, checked=checked)[..., :width]
-    filler = torch.arange(width, device=scores.device) >= counts.to(scores.device)[..., None]
-    return order.masked_fill(filler, rows).sort(dim=-1).values
+    filler = torch.arange(width, device=order.device) >= counts.to(order.device)[..., None]
+    return order[..., :width].masked_fill(filler, rows).sort(dim=-1).values

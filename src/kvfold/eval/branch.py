@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from kvfold.cache.compress import Known
 from kvfold.core.errors import UnsupportedError
 from kvfold.core.policy import Policy
 from kvfold.core.policy import policy as build_policy
 from kvfold.core.types import Need
 from kvfold.hf.cache import Cache
+from kvfold.hf.compress import compress
 from kvfold.hf.models import read_model
 
 
@@ -54,6 +56,7 @@ def branches(
     built = {text: build_policy(text) for text in policies}
     shared = [policy for policy in built.values() if policy.chunk is None]
     dense: Cache | None = None
+    known: Known = {}
     for text, policy in built.items():
         if policy.chunk is not None:
             yield text, Cache(model, policy).prefill(context, chunk_size=chunk_size)  # type: ignore[arg-type]
@@ -63,7 +66,9 @@ def branches(
             dense = Cache(model, observe=watched).prefill(context, chunk_size=chunk_size)  # type: ignore[arg-type]
         if Need.REPLAY in policy.needs:
             dense.read_again()
-        yield text, narrowed(dense.fork(), policy).compress(policy)
+        branch = narrowed(dense.fork(), policy)
+        branch.policy = policy
+        yield text, compress(branch, known)
 
 
 def narrowed(cache: Cache, policy: Policy) -> Cache:

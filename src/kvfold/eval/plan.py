@@ -213,7 +213,11 @@ def cache_nbytes(
     for layer in shape.layers:
         # layers that get equal budgets hold equally many rows
         order = (
-            None if layer.order is None or not policy.evicts else 0 if policy.allocator_name == "uniform" else layer.order
+            None
+            if layer.order is None or not policy.evicts
+            else 0
+            if policy.allocator_name == "uniform"
+            else layer.order
         )
         runs = _Runs(policy, layer.kv_heads, order, shape.num_compressed, row_nbytes)
         rows, most, positions, ever = _rows(runs, layer.visibility, layer.shared, tokens, chunk_size)

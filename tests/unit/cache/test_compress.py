@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold.cache.compress import compress, row_nbytes
+from kvfold.cache.compress import carry_out, plan, row_nbytes
 from kvfold.cache.observe import SKIP_FIRST, Observations
 from kvfold.cache.rows import RowStore
 from kvfold.cache.spec import AttentionCall, LayerSpec
@@ -30,6 +30,12 @@ def filled(count: int = 20, batch: int = 1, *, mass: bool = False) -> RowStore:
     )
     store.append(torch.randn(batch, HEADS, count, DIM), torch.randn(batch, HEADS, count, DIM), 0)
     return store
+
+
+def compress(*args: object) -> bool:
+    planned = plan(*args)
+    carry_out([] if planned is None else [planned])
+    return planned is not None
 
 
 def nothing() -> Observations:

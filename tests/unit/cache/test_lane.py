@@ -178,7 +178,7 @@ def test_lanes_split_at_the_first_padding_and_stay_split() -> None:
 def test_compressing_an_unfed_layer() -> None:
     layer = CacheLayer(spec(), Need.NOTHING, 0)
     with pytest.raises(CacheStateError, match="compress needs a cache that has been fed"):
-        layer.compress(kvfold.policy("knorm", keep=0.5))
+        layer.plan(kvfold.policy("knorm", keep=0.5), None)
 
 
 def test_reading_rows_that_another_layer_wrote() -> None:

@@ -46,6 +46,7 @@ class CriticalKV(Evictor):
     """
 
     needs: ClassVar[Need] = Need.VALUES | Need.OUTPUT_WEIGHT
+    reads_keep: ClassVar[bool] = True
     base: str | Call = "snapkv"
     epsilon: float = 1e-4
     first_stage: float = 0.5
