@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvfold.cache.compress import compress
+from kvfold.cache.compress import Eviction, Known, carry_out, plan
 from kvfold.cache.observe import Observations
 from kvfold.cache.rows import PAGE, RowStore
 from kvfold.cache.spec import AttentionCall, LayerSpec
@@ -97,12 +97,36 @@ class Lane:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def compress(self, policy: Policy, spec: LayerSpec, call: AttentionCall) -> None:
-        """Evict what the policy does not keep; a method that replays acts on the first prompt alone."""
+        """Evict what the policy does not keep."""
+        planned = self.plan(policy, spec, call)
+        carry_out([] if planned is None else [planned])
+        self.settle(policy, planned)
+
+    def plan(
+        self, policy: Policy, spec: LayerSpec, call: AttentionCall, known: Known | None = None, number: int = 0
+    ) -> Eviction | None:
+        """Choose what the policy does not keep; a method that replays acts on the first prompt alone.
+
+        Args:
+            policy: Which method, at which budget.
+            spec: Which layer this is.
+            call: How it attends.
+            known: Ratings of forks of the same cache.
+            number: Which lane of the layer this is.
+
+        Returns:
+            What :func:`~kvfold.cache.compress.carry_out` and then :meth:`settle` want.
+        """
+        if Need.REPLAY in policy.needs and self.replay_mass is None and self.replayed:
+            return None
+        store, observed = self.store, self.observed
+        return plan(store, policy, spec, call, self.seen, observed, self.replay_mass, known, number)
+
+    def settle(self, policy: Policy, done: Eviction | None) -> None:
+        """Note that a planned eviction was carried out."""
         if Need.REPLAY in policy.needs:
-            if self.replay_mass is None and self.replayed:
-                return
-            self.replayed = self.replay_mass is not None
-        if compress(self.store, policy, spec, call, self.seen, self.observed, self.replay_mass):
+            self.replayed = self.replayed or self.replay_mass is not None
+        if done is not None:
             self.fixed = self.seen
         self.replay_mass = None
 

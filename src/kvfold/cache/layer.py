@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.cache.compress import Eviction, Known
 from kvfold.cache.lane import Lane
 from kvfold.cache.spec import AttentionCall, LayerSpec
 from kvfold.core.errors import CacheStateError, ShapeError
@@ -134,14 +135,29 @@ class CacheLayer:
                 found[row : row + 1, :, real] = lane.read(q[row : row + 1, :, real], call)
         return found
 
-    def compress(self, policy: Policy) -> None:
-        """Evict now what ``policy`` does not keep."""
+    def plan(self, policy: Policy, known: Known | None) -> list[Eviction | None]:
+        """Choose what ``policy`` does not keep, per lane; nothing is changed yet.
+
+        Args:
+            policy: Which method, at which budget.
+            known: Ratings of forks of the same cache.
+
+        Returns:
+            One choice per lane, for :func:`~kvfold.cache.compress.carry_out` and then :meth:`settle`.
+
+        Raises:
+            CacheStateError: If the cache has not been fed, or something that the method needs was not observed.
+        """
         if self.call is None:
             raise CacheStateError(
                 "compress needs a cache that has been fed since it was made or loaded; feed it a token first"
             )
-        for lane in self.lanes:
-            lane.compress(policy, self.spec, self.call)
+        return [lane.plan(policy, self.spec, self.call, known, number) for number, lane in enumerate(self.lanes)]
+
+    def settle(self, policy: Policy, done: list[Eviction | None]) -> None:
+        """Note that planned evictions were carried out."""
+        for lane, eviction in zip(self.lanes, done, strict=True):
+            lane.settle(policy, eviction)
             if policy.every is None:
                 lane.observed.forget()
 

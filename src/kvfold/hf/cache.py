@@ -22,6 +22,7 @@ from kvfold.core.types import Need
 from kvfold.hf import prefill as feeding
 from kvfold.hf.attention import is_prepared, prepare
 from kvfold.hf.compat import placeholder_layer, versions
+from kvfold.hf.compress import compress
 from kvfold.hf.layer import LayerView
 from kvfold.hf.models import fingerprint, read_model
 from kvfold.hf.stats import CacheStats, gather_stats
@@ -266,19 +267,7 @@ class Cache(transformers.Cache):
         """
         if policy is not None:
             self.policy = build_policy(policy)
-        if Need.REPLAY in self.policy.needs:
-            self.read_again()
-        # facts of the model can be looked up now; what was not seen of the queries is refused below
-        missing = self.policy.needs & (Need.ROPE | Need.OUTPUT_WEIGHT) & ~self.needs
-        if missing:
-            self.needs |= missing
-            for view in self.views:
-                view.look_up(missing)
-        feeding.learn_calls(self)
-        for view in self.views:
-            if view.core.lanes and view.core.spec.order is not None:
-                view.core.compress(self.policy)
-        self.context_ids = self.replay_prompt = None
+        compress(self)
         return self
 
     def forget(self) -> Cache:
