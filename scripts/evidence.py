@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=100)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--deadline", type=float, default=1e9)
+    parser.add_argument("--deadline", type=float, default=86400.0, metavar="SECONDS")
     args = parser.parse_args()
     todo = [Job(args.long, LONG_TASK, LONG_TOKENS, LONG_POLICIES, 1, stretch=True)] if args.long else []
     for text in args.grid:
