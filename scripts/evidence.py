@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run the grid of docs/numbers.md on one GPU: some processes, each taking one task at one length after the other.
+"""Run the grid of docs/numbers.md on the GPUs of a machine: processes that take one task at one length after another.
 
     python scripts/evidence.py RULER_DATA OUT --grid MODEL:4096,16384 --grid SMALLER:4096 --long MODEL --n 100
     kvfold report OUT/* --out report.html
@@ -57,7 +57,7 @@ def grid(length: int, window: int = 4096) -> list[str]:
             continue
         for allocator in ("uniform",) if method == "streamingllm" else ("uniform", "ada"):
             policies += [f"{method}(keep={keep}, allocator={allocator})" for keep in KEEP]
-    return policies + METRICS
+    return policies + (METRICS if length <= window else [])
 
 
 def load(path: str, stretch: bool, device: str) -> tuple[Any, Any]:
@@ -102,16 +102,20 @@ def answer(job: Job, loaded: tuple[Any, Any], args: argparse.Namespace) -> None:
     def progress(done: int, total: int, what: str) -> None:
         print(f"{time.time() - began:6.0f} s  {job.name}  {what}: {done}/{total}", flush=True)
 
+    # sorted by length, most rows are short: two stacks hold less padding than one
     rows = job.batch * (len(job.policies) + 1)
+    rows = rows if job.length <= 4096 else rows * 2 // 3
     folder = RunFolder(Path(args.out) / job.name)
     run(model, tokenizer, [chosen], settings, folder, batch_samples=job.batch, stack_rows=rows, progress=progress)
 
 
-def work(jobs: Any, failed: Any, args: argparse.Namespace) -> None:
+def work(number: int, jobs: Any, failed: Any, args: argparse.Namespace) -> None:
     """Take jobs until there are none; one that fails does not stop the others."""
     import torch
 
     torch.set_num_threads(1)
+    if args.device == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())
     held: tuple[tuple[str, bool], tuple[Any, Any]] | None = None
     while (job := jobs.get()) is not None:
         if held is None or held[0] != (job.model, job.stretch):
@@ -136,18 +140,18 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--deadline", type=float, default=86400.0, metavar="SECONDS")
     args = parser.parse_args()
-    todo = [Job(args.long, LONG_TASK, LONG_TOKENS, LONG_POLICIES, 1, stretch=True)] if args.long else []
+    todo = [Job(args.long, LONG_TASK, LONG_TOKENS, LONG_POLICIES, 2, stretch=True)] if args.long else []
     for text in args.grid:
         model, _, lengths = text.rpartition(":")
         for length in map(int, lengths.split(",")):
-            batch = 8 if length <= 4096 else 2
+            batch = 8 if length <= 4096 else 3
             todo += [Job(model, name, length, grid(length), batch) for name in args.tasks.split(",")]
     todo.sort(key=lambda job: -job.length)
     context = multiprocessing.get_context("spawn")
     jobs, failed = context.Queue(), context.Queue()
     for job in [*todo, *[None] * args.workers]:
         jobs.put(job)
-    running = [context.Process(target=work, args=(jobs, failed, args)) for _ in range(args.workers)]
+    running = [context.Process(target=work, args=(number, jobs, failed, args)) for number in range(args.workers)]
     end = time.monotonic() + args.deadline
     for process in running:
         process.start()
