@@ -193,4 +193,13 @@ def layer_devices(model: PreTrainedModel, count: int) -> list[torch.device]:
     )
     if stack is None:
         return [model.device] * count
-    return [next(layer.parameters()).device for layer in stack]
+    return [_runs_on(layer, model.device) for layer in stack]
+
+
+def _runs_on(layer: torch.nn.Module, default: torch.device) -> torch.device:
+    """Return the device that a layer computes on; accelerate keeps offloaded weights elsewhere meanwhile."""
+    device = next(layer.parameters()).device
+    if device.type != "meta":
+        return device
+    where = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    return default if where is None else torch.empty(0, device=where).device
