@@ -103,8 +103,7 @@ def answer(job: Job, loaded: tuple[Any, Any], args: argparse.Namespace) -> None:
         print(f"{time.time() - began:6.0f} s  {job.name}  {what}: {done}/{total}", flush=True)
 
     # sorted by length, most rows are short: two stacks hold less padding than one
-    rows = job.batch * (len(job.policies) + 1)
-    rows = rows if job.length <= 4096 else rows * 2 // 3
+    rows = job.batch * (len(job.policies) + 1) * 2 // 3
     folder = RunFolder(Path(args.out) / job.name)
     run(model, tokenizer, [chosen], settings, folder, batch_samples=job.batch, stack_rows=rows, progress=progress)
 
@@ -144,7 +143,7 @@ def main() -> int:
     for text in args.grid:
         model, _, lengths = text.rpartition(":")
         for length in map(int, lengths.split(",")):
-            batch = 8 if length <= 4096 else 3
+            batch = 12 if length <= 4096 else 4
             todo += [Job(model, name, length, grid(length), batch) for name in args.tasks.split(",")]
     todo.sort(key=lambda job: -job.length)
     context = multiprocessing.get_context("spawn")

@@ -16,7 +16,7 @@ PROMPT = 60
 @pytest.mark.parametrize("method", policies.METHODS)
 def test_ratings_may_be_shared(method: str) -> None:
     model = tiny.ours()
-    known: Known = {}
+    known = Known()
     allocators = ["uniform", "ada"] if policies.per_head(method) else ["uniform"]
     wanted = [
         policies.text(method, keep, allocator=allocator, sinks=sinks)
@@ -36,4 +36,4 @@ def test_ratings_may_be_shared(method: str) -> None:
                 for head in range(2):
                     assert torch.equal(alone.positions(layer, row, head), shared.positions(layer, row, head))
     # criticalkv alone rates each budget anew
-    assert len(known) == len(model.model.layers) * (2 if method == "criticalkv" else 1)
+    assert len(known.ratings) == len(model.model.layers) * (2 if method == "criticalkv" else 1)

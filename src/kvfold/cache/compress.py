@@ -20,40 +20,59 @@ from kvfold.core.select import first_rows, protect_mask, rank_rows, require_numb
 from kvfold.core.types import Need
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Rating:
     """How a method rates the rows of one lane; the same for every budget.
 
     Attributes:
         scores: ``[batch, kv_heads, rows]`` float32, ``-inf`` where a run has no such row.
-        has_nan: Whether a score is NaN, on the device.
-        orders: Rows from the first to stay to the last, by the number of sinks and recent tokens.
     """
 
     scores: Tensor
+
+
+@dataclass(slots=True)
+class Ranking:
+    """Rated rows of lanes of one shape, in order.
+
+    Attributes:
+        scores: Of all lanes, ``[sequences, kv_heads, rows]``.
+        protected: Which rows always stay, bool, same shape.
+        order: Rows from the first to stay to the last, int64, same shape.
+        has_nan: Whether a score is NaN, on the device.
+    """
+
+    scores: Tensor
+    protected: Tensor
+    order: Tensor
     has_nan: Tensor
-    orders: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
-Known = dict[Hashable, Rating]
-"""Ratings that policies share: forks of one cache are rated once by each method, whatever their budgets."""
+@dataclass(slots=True)
+class Known:
+    """What policies share: forks of one cache are rated and ranked once by each method, whatever their budgets."""
+
+    ratings: dict[Hashable, Rating] = field(default_factory=dict)
+    rankings: dict[Hashable, Ranking] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Eviction:
-    """What is to be evicted from one lane; nothing has been changed yet.
+    """That rows are to be evicted from one lane; nothing has been changed yet.
 
     Attributes:
         store: Rows of the lane.
-        rating: How they are rated.
-        order: Rows from the first to stay to the last, ``[batch, kv_heads, rows]``.
-        counts: Rows to keep per run, ``[batch, kv_heads]``; on the device where it depends on the scores.
+        policy: What says how many stay.
+        order: Index of the layer among the compressed ones.
+        keep: Rows per KV head that stay, the mean over heads.
+        rating: How the rows are rated.
     """
 
     store: RowStore
+    policy: Policy
+    order: int
+    keep: int
     rating: Rating
-    order: Tensor
-    counts: Tensor
 
 
 def plan(
@@ -67,7 +86,7 @@ def plan(
     known: Known | None = None,
     lane: int = 0,
 ) -> Eviction | None:
-    """Choose the rows that a policy does not keep, without waiting for the device.
+    """Rate the rows of a lane, if a policy does not keep all of them.
 
     Args:
         store: Rows of the lane.
@@ -77,11 +96,11 @@ def plan(
         seen: Tokens appended so far to each sequence.
         observed: What was remembered of the queries.
         replay_mass: Attention received while the context was read again, ``[batch, kv_heads, rows]``.
-        known: Ratings of forks of the same cache; looked up and added to.
+        known: What forks of the same cache share; looked up and added to.
         lane: Which lane of the layer this is.
 
     Returns:
-        The choice, ``None`` if every row stays.
+        What :func:`carry_out` wants, ``None`` if every row stays.
 
     Raises:
         CacheStateError: If something that the method needs was not observed.
@@ -95,47 +114,75 @@ def plan(
     if all(keep * store.kv_heads >= sum(row) for row in store.lengths):
         return None
     key = (spec.layer_idx, lane, repr(evictor), keep if evictor.reads_keep else None)
-    rating = None if known is None else known.get(key)
+    rating = None if known is None else known.ratings.get(key)
     if rating is None:
-        scores = _scores(store, evictor, spec, call, seen, keep, observed, replay_mass, policy)
-        rating = Rating(scores, torch.isnan(scores).any())
+        rating = Rating(_scores(store, evictor, spec, call, seen, keep, observed, replay_mass, policy))
         if known is not None:
-            known[key] = rating
-    lengths = torch.tensor(store.lengths, device=rating.scores.device)
-    protection = (policy.sink_tokens, policy.recent_tokens)
-    protected = protect_mask(lengths, rating.scores.shape[-1], *protection)
-    if protection not in rating.orders:
-        rating.orders[protection] = rank_rows(rating.scores, protected, checked=True)
-    if allocator.per_head:
-        counts = allocator.head_counts(rating.scores, protected, keep, spec.order)
-    else:
-        counts = torch.tensor(store.lengths).clamp_max(keep)
-    return Eviction(store, rating, rating.orders[protection], counts)
+            known.ratings[key] = rating
+    return Eviction(store, policy, spec.order, keep, rating)
 
 
-def carry_out(evictions: Sequence[Eviction]) -> None:
-    """Evict what was chosen. The host waits for the device once, however many lanes there are.
+def carry_out(evictions: Sequence[Eviction], known: Known | None = None) -> None:
+    """Rank, allocate, select and evict. Lanes of one shape go together, and the host waits for the device once.
 
     Args:
         evictions: Of any lanes and layers; their stores are changed in place.
+        known: What forks of the same cache share; looked up and added to.
 
     Raises:
         CacheStateError: If a score is NaN; nothing has been evicted then.
     """
-    if not evictions:
+    groups: dict[Hashable, list[Eviction]] = {}
+    for one in evictions:
+        allocator = one.policy.allocator
+        layer = one.order if allocator is not None and allocator.reads_layer else None
+        scores = one.rating.scores
+        groups.setdefault((id(one.policy), one.keep, layer, scores.shape[1:], scores.device), []).append(one)
+    if not groups:
         return
-    device = evictions[0].order.device
-    asked = [e.rating.has_nan.long()[None].to(device) for e in evictions]
-    asked += [e.counts.flatten().to(device) for e in evictions if e.counts.device.type != "cpu"]
+    ranked = [_rank(group, known) for group in groups.values()]
+    counted = [_count(group, ranking) for group, ranking in zip(groups.values(), ranked, strict=True)]
+    device = ranked[0].order.device
+    asked = [ranking.has_nan.long()[None].to(device) for ranking in ranked]
+    asked += [counts.flatten().to(device) for counts in counted if counts.device.type != "cpu"]
     answers = torch.cat(asked).tolist()
-    require_numbers(any(answers[: len(evictions)]))
-    at = len(evictions)
-    for eviction in evictions:
-        counts = eviction.counts
+    require_numbers(any(answers[: len(ranked)]))
+    at = len(ranked)
+    for group, ranking, counts in zip(groups.values(), ranked, counted, strict=True):
+        index = first_rows(ranking.order, counts)
         if counts.device.type != "cpu":
             counts = torch.tensor(answers[at : at + counts.numel()], dtype=torch.int64).view(counts.shape)
             at += counts.numel()
-        eviction.store.keep(first_rows(eviction.order, counts), counts)
+            index = index[..., : int(counts.max())]
+        first = 0
+        for one in group:
+            own = slice(first, first + one.store.batch)
+            one.store.keep(index[own, :, : int(counts[own].max())], counts[own])
+            first = own.stop
+
+
+def _rank(group: list[Eviction], known: Known | None) -> Ranking:
+    """Rank the rows of lanes of one shape and policy, unless that was done for another budget."""
+    protection = (group[0].policy.sink_tokens, group[0].policy.recent_tokens)
+    key = (protection, *(id(one.rating) for one in group))
+    found = None if known is None else known.rankings.get(key)
+    if found is None:
+        scores = torch.cat([one.rating.scores for one in group])
+        lengths = torch.tensor([row for one in group for row in one.store.lengths], device=scores.device)
+        protected = protect_mask(lengths, scores.shape[-1], *protection)
+        order = rank_rows(scores, protected, checked=True)
+        found = Ranking(scores, protected, order, torch.isnan(scores).any())
+        if known is not None:
+            known.rankings[key] = found
+    return found
+
+
+def _count(group: list[Eviction], ranking: Ranking) -> Tensor:
+    """Say how many rows each run keeps, ``[sequences, kv_heads]``; on the device where it depends on the scores."""
+    allocator, keep = group[0].policy.allocator, group[0].keep
+    if allocator is not None and allocator.per_head:
+        return allocator.head_counts(ranking.scores, ranking.protected, keep, group[0].order)
+    return torch.tensor([row for one in group for row in one.store.lengths]).clamp_max(keep)
 
 
 def row_nbytes(store: RowStore, spec: LayerSpec) -> int:

@@ -139,6 +139,8 @@ class Allocator(ABC):
     role: ClassVar[str] = "allocate"
     per_head: ClassVar[bool] = False
     """Whether heads of one layer may get different counts."""
+    reads_layer: ClassVar[bool] = False
+    """Whether these counts depend on which layer it is; else layers are counted together."""
 
     def layer_tokens(self, keep: int, seen_tokens: int, layer_idx: int, num_layers: int, protected: int) -> int:
         """Say how many tokens each KV head of one layer keeps; the mean over layers stays ``keep``.

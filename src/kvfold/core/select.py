@@ -81,12 +81,13 @@ def first_rows(order: Tensor, counts: Tensor) -> Tensor:
 
     Args:
         order: Rows from the first to stay to the last, ``[batch, kv_heads, rows]``.
-        counts: As in :func:`select_rows`.
+        counts: As in :func:`select_rows`; counts on another device than the host are not waited for.
 
     Returns:
-        As :func:`select_rows`.
+        As :func:`select_rows`, as wide as ``order`` where the counts are not on the host.
     """
-    rows = order.shape[-1]
-    width = int(counts.max()) if counts.numel() else 0
+    width = rows = order.shape[-1]
+    if counts.device.type == "cpu":
+        width = int(counts.max()) if counts.numel() else 0
     filler = torch.arange(width, device=order.device) >= counts.to(order.device)[..., None]
     return order[..., :width].masked_fill(filler, rows).sort(dim=-1).values

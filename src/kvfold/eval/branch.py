@@ -56,7 +56,7 @@ def branches(
     built = {text: build_policy(text) for text in policies}
     shared = [policy for policy in built.values() if policy.chunk is None]
     dense: Cache | None = None
-    known: Known = {}
+    known = Known()
     for text, policy in built.items():
         if policy.chunk is not None:
             yield text, Cache(model, policy).prefill(context, chunk_size=chunk_size)  # type: ignore[arg-type]

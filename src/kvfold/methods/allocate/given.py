@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ class Given(Allocator):
             prints with its table; give either of the two.
     """
 
+    reads_layer: ClassVar[bool] = True
     shares: Any = None
     file: str | Path | None = None
 
