@@ -14,7 +14,7 @@ setup: $(READY) ## create .venv with everything that the other targets need
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,cli,report,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,cli,report,triton,dev]'
 	@touch $@
 
 demo: $(READY) ## a real model reads a real document with most of its KV bytes gone

@@ -14,6 +14,10 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # before Triton is imported: its kernels then run on the CPU, slowly and exactly
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
