@@ -68,7 +68,7 @@ def test_the_same_command_goes_on_and_another_is_refused_by_name(
     assert last_json(invoke(*arguments(model_dir, run, "--json"))) == first
     assert lost.read_bytes() == before
     assert "seed=0, asked for 1" in refused(invoke(*arguments(model_dir, run, "--seed", 1)))
-    lost.write_text(before.decode().replace('"schema_version": 1', '"schema_version": 7'))
+    lost.write_text(before.decode().replace('"schema_version": 2', '"schema_version": 7'))
     assert "schema version 7" in refused(invoke(*arguments(model_dir, run)))
     lost.write_text(before.decode()[:40])
     assert "is damaged" in refused(invoke(*arguments(model_dir, run)))

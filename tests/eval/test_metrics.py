@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -92,6 +93,13 @@ def test_every_metric_is_within_0_and_1_on_odd_outputs():
                 assert 0.0 <= metrics.score(sample(name, ("A", "7"), classes=["A", "7"]), output) <= 1.0
 
 
+def test_the_names_are_all_that_is_scored():
+    assert sorted(metrics.names()) == sorted(["match_all", "classification", *metrics.METRICS])
+    assert metrics.NLL not in metrics.names()
+    table = (metrics.__doc__ or "").split("====\n")[1]
+    assert re.findall(r"^``(\w+)``", table, re.M) == sorted(metrics.names(), key=table.index)
+
+
 def test_an_unknown_metric_and_a_sample_without_answers_are_refused():
     with pytest.raises(ConfigError, match="metric must be one of match_all"):
         metrics.score(sample("bleu", ("a",)), "a")
@@ -101,7 +109,7 @@ def test_an_unknown_metric_and_a_sample_without_answers_are_refused():
 
 def test_rouge_is_the_librarys_and_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "rouge_score", None)
-    with pytest.raises(MissingExtraError, match="pip install rouge-score"):
+    with pytest.raises(MissingExtraError, match=r"needs rouge-score; pip install 'kvfold\[suites\]'"):
         metrics.rouge_l("a b c", "a c")
 
 

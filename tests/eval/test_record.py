@@ -14,14 +14,15 @@ from kvfold.eval.record import PolicyResult, RunFolder, SampleRecord
 
 RESULT = PolicyResult(
     policy="dense", output="ä\n\ud83d\udd11".encode("utf-16", "surrogatepass").decode("utf-16"), score=0.1 + 0.2,
-    nbytes=1, dense_nbytes=2, stored_tokens=1 / 3, rows_read=1e-17, ttft_s=0.5,
+    nbytes=1, dense_nbytes=2, stored_tokens=1 / 3, rows_read=1e-17, ttft_s=0.5, arrivals=((0.5, 1), (1 / 3, 2)),
 )  # fmt: skip
 
 
 def record(**changes: Any) -> SampleRecord:
     plain: dict[str, Any] = {
         "uid": "f" * 16, "task": "t", "length": 64, "index": 0, "query_aware": False, "prompt_tokens": 60,
-        "answers": ("a", "b"), "facts": {"depth": 0.5, "kind": None, "list": [1, "x"]}, "results": (RESULT,),
+        "metric": "f1", "answers": ("a", "b"), "facts": {"depth": 0.5, "kind": None, "list": [1, "x"]},
+        "results": (RESULT,),
     }  # fmt: skip
     return SampleRecord(**{**plain, **changes})
 
@@ -64,7 +65,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, name: str) -> None:
         (lambda text: text.replace('"score": 0.30000000000000004', '"score": "high"'), r"damaged: results\.0\.score"),
         (lambda text: text.replace('"uid"', '"uids"'), "damaged: uid"),
         (lambda text: json.dumps({**json.loads(text), "more": 1}), "damaged: more"),
-        (lambda text: json.dumps({**json.loads(text), "schema_version": 2}), "schema version 2, this kvfold reads 1"),
+        (lambda text: json.dumps({**json.loads(text), "schema_version": 1}), "schema version 1, this kvfold reads 2"),
         (lambda text: "[]", "schema version None"),
     ],
 )

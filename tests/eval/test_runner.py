@@ -35,7 +35,7 @@ def records(folder: Path, wanted: RunSettings, **options: Any) -> list[SampleRec
 def untimed(record: SampleRecord) -> dict[str, Any]:
     plain = record.model_dump()
     for result in plain["results"]:
-        for name in ("prefill_s", "ttft_s", "tpot_s", "peak_nbytes"):
+        for name in ("prefill_s", "ttft_s", "tpot_s", "arrivals", "peak_nbytes"):
             result[name] = None
     return plain
 

@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
+import kvfold.eval.stats as stats
 from kvfold.core.errors import ConfigError
-from kvfold.eval.stats import LEAST_PAIRS, compare, mean_interval
+from kvfold.eval.stats import LEAST_PAIRS, compare, compare_all, mean_interval
 
 
 def slow(scores: list[list[float]], reference: list[list[float]], resamples: int, seed: int) -> tuple[float, float]:
@@ -92,6 +93,38 @@ def test_intervals_cover_the_truth_nineteen_times_in_twenty() -> None:
         found = compare(scores.tolist(), reference.tolist(), seed=index, resamples=800)
         hits += found.low <= -truth <= found.high
     assert 0.92 <= hits / rounds <= 0.975
+
+
+def test_a_policys_numbers_do_not_depend_on_who_stands_beside_it() -> None:
+    generator = np.random.default_rng(6)
+    # ten tasks: enough for sums to be taken in another order
+    sizes = [5, 17, 30, 8, 21, 40, 13, 9, 11, 26]
+    reference = [generator.random(n).tolist() for n in sizes]
+    many = [[generator.random(n).tolist() for n in sizes] for _ in range(7)]
+    together = compare_all(many, reference)
+    assert together == [compare(one, reference) for one in many]
+    assert together[2:4] == compare_all(many[2:4], reference)
+    assert compare_all([reference], reference)[0].difference == 0
+    assert compare_all([], reference) == []
+
+
+def test_draws_are_those_of_the_generator_whatever_is_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(7).random((3, 37))
+    drawn = np.random.default_rng(4).integers(0, 37, (500, 37))
+    expected = [row[drawn].mean(axis=1) for row in values]
+    np.testing.assert_allclose(stats._resampled(values, 4, 500), expected, rtol=0, atol=1e-14)
+    monkeypatch.setattr(stats, "_DRAWS", 37 * 64)
+    np.testing.assert_allclose(stats._resampled(values, 4, 500), expected, rtol=0, atol=1e-14)
+
+
+def test_an_interval_that_ends_at_0_holds_it() -> None:
+    # tenths are no exact numbers: sums of gains and losses that cancel would miss 0 by a rounding error
+    deltas = [0.1, -0.1, 0.3, -0.3, 0.2, -0.2, 0.7, -0.7]
+    found = compare([[one + 0.4 for one in deltas]], [[0.4] * len(deltas)])
+    assert found.low == -found.high
+    assert found.verdict == "not distinguishable"
+    gains = compare([[0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]], [[0.0] * 7])
+    assert (gains.low, gains.verdict) == (0, "not distinguishable")
 
 
 def test_interval_of_a_mean_against_the_normal_one() -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.eval.helpers import byte_tokenizer, model, settings
 
+import kvfold.eval.runner as runner
 from kvfold.core.errors import ConfigError, DataError, MissingExtraError, UnsupportedError
 from kvfold.eval.metrics import score
+from kvfold.eval.record import RunFolder
 from kvfold.eval.suites import SUITES, infinitebench, longbench, read
 from kvfold.eval.suites.files import cut
+from kvfold.eval.suites.task import suite_tasks
 
 NIAH = (
     "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
@@ -308,8 +314,27 @@ def test_a_hub_id_is_read_through_datasets_or_asks_for_it(monkeypatch: pytest.Mo
     with pytest.raises(DataError, match="THUDM/LongBench/trec, line 1: field 'all_classes' must be a list of texts"):
         read("longbench", "THUDM/LongBench", subsets=["trec"])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match="is no file or folder here, and a hub id needs datasets: pip install"):
+    with pytest.raises(MissingExtraError, match="is no file or folder here, and a hub id needs datasets; pip install"):
         read("aime", "Maxwell-Jia/AIME_2024")
+
+
+def test_what_suites_need_beside_kvfold_is_an_extra():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    named = {re.split("[<>=]", one)[0] for one in project["project"]["optional-dependencies"]["suites"]}
+    assert named == {"datasets", "rouge-score"}
+
+
+def test_a_metric_that_needs_a_missing_package_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    file = tmp_path / "samsum.jsonl"
+    file.write_text(json.dumps(LONGBENCH | {"dataset": "samsum"}), encoding="utf-8")
+    tasks = suite_tasks("longbench", file)
+    wanted = settings(tasks=tasks, lengths=[2000], count=1)
+    with pytest.raises(MissingExtraError, match=r"rouge_l needs rouge-score; pip install 'kvfold\[suites\]'"):
+        runner.run(model(), byte_tokenizer(), tasks, wanted, RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_braces_in_a_text_are_left_alone():

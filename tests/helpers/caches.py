@@ -49,6 +49,16 @@ def assert_same_runs(mine: kvfold.Cache, theirs: kvfold.Cache) -> None:
             assert torch.equal(a, b), f"{name} differ at layer, row, head {place}"
 
 
+def assert_near_runs(mine: kvfold.Cache, theirs: kvfold.Cache, tolerance: float = 1e-3) -> None:
+    """Require equal positions, and keys and values that differ by rounding alone."""
+    one, other = runs(mine), runs(theirs)
+    assert one.keys() == other.keys()
+    for place, (positions, *parts) in one.items():
+        assert torch.equal(positions, other[place][0]), f"positions differ at layer, row, head {place}"
+        for a, b in zip(parts, other[place][1:], strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
 def reachable_tensors(root: object) -> list[Tensor]:
     """Every tensor that an object holds, through attributes, slots and containers; the model's own are left out."""
     seen: set[int] = set()

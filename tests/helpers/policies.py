@@ -46,3 +46,26 @@ COMBINATIONS = [
     if allocator in ("uniform", "pyramid") or per_head(method)
 ]
 """Every pair that may be built; ``given`` and ``ada`` give heads different counts."""
+
+RETRIEVERS = (
+    "refinekv(cluster=4, tau=0.05)",
+    "refinekv(cluster=4, fanout=3, tau=0.2)",
+    "quest(page=4, read=0.2, dense_layers=1)",
+    "doublep(segment=16, clusters=4, p1=0.8, p2=0.5)",
+)
+"""One policy or more of each retrieving method, at the size of these tests; none of them reads everything."""
+READ_ALL = (
+    "refinekv(cluster=4, tau=0)",
+    "refinekv(cluster=4, fanout=3, tau=0)",
+    "refinekv(cluster=4, read=100%)",
+    "quest(page=4, read=1.0, dense_layers=0)",
+    "doublep(segment=16, clusters=4, p1=1, p2=1)",
+)
+"""The same methods where they read every row."""
+
+EVICTING_READERS = tuple(
+    f"{text('snapkv', 0.6, allocator=allocator)} + {retriever}"
+    for retriever, allocator in zip(RETRIEVERS, ("ada", "uniform", "ada", "pyramid(beta=3)"), strict=True)
+)
+"""Rows are evicted first, and what stays is read by query; heads hold unequal numbers in some."""
+READERS = (*RETRIEVERS, *EVICTING_READERS)

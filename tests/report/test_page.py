@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.helpers.runs import POLICIES, write_run
+from tests.helpers.runs import POLICIES, TEXTS, arrivals, write_run
 
 from kvfold.report import page_words as words
 from kvfold.report.figures.palette import HEAT, INK, SERIES, contrast, on_heat, styles
 from kvfold.report.merge import Evidence, gather
 from kvfold.report.page import build_page
-from kvfold.report.page_data import LONGEST
+from kvfold.report.page_data import LONGEST, page_data
 from kvfold.report.page_markup import data_script, script, tag
 from kvfold.report.page_sections import TITLES
 from kvfold.report.summary import Summary, summarize
@@ -128,6 +130,56 @@ def test_timed_runs_have_their_figure_and_replay(tmp_path: Path) -> None:
     assert 'id="plot-time"' in page
     assert 'id="replay-play"' in page
     assert "No task of these runs says at which depth" in page
+
+
+def test_the_page_holds_when_each_token_came(tmp_path: Path) -> None:
+    write_run(tmp_path, timed=True, count=2, lengths=(4096,), tasks=("qa_1", TEXTS))
+    evidence = gather([tmp_path])
+    data = page_data(evidence, summarize(evidence))
+    for sample, asked in zip(data["samples"], evidence.samples, strict=True):
+        for policy, text, *_, packed in sample["results"]:
+            if sample["task"] == TEXTS:
+                assert packed is None
+                assert data["texts"][text] == "(scored, not generated)"
+                continue
+            result = asked.results[data["policies"][policy]]
+            moments, ends = np.cumsum(packed[::2]) / 1e4, np.cumsum(packed[1::2])
+            expected = arrivals(0.42, result.tpot_s or 0, result.output)
+            assert moments == pytest.approx([moment for moment, _ in expected], abs=5.1e-5)
+            assert ends.tolist() == [end for _, end in expected]
+            assert ends[-1] == len(data["texts"][text])
+
+
+def test_times_without_arrivals_are_not_replayed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", count=1, lengths=(4096,), tasks=("qa_1",))
+    write_run(tmp_path / "b", count=1, lengths=(4096,), tasks=("qa_1",), timed=True, output="other")
+    evidence = gather([tmp_path / "a", tmp_path / "b"])
+    page = build_page(evidence, summarize(evidence))
+    assert 'id="plot-time"' in page
+    assert "Arrival times were not measured" in page
+
+
+def test_texts_say_that_lower_is_better_wherever_they_stand(tmp_path: Path) -> None:
+    write_run(tmp_path, count=8, lengths=(4096,), tasks=("qa_1", TEXTS))
+    evidence = gather([tmp_path])
+    summary = summarize(evidence)
+    page = build_page(evidence, summary)
+    assert "Task perplexity, nats per token, lower is better" in page
+    (rows,) = (rows for place, rows in summary.rows.items() if place.task == TEXTS)
+    cells = Elements(page).cells
+    for row in rows:
+        at = next(i for i, cell in enumerate(cells) if cell.endswith(f"perplexity {math.exp(row.mean):.2f}"))
+        assert cells[at] == (f"{row.mean:.3f} {row.low:.3f} to {row.high:.3f}, perplexity {math.exp(row.mean):.2f}")
+        if row.outcome == "worse":
+            assert cells[at + 2].endswith("higher than dense, worse")
+    assert {row.outcome for row in rows} == {None, "worse"}
+    worse = [a["class"] for name, a in Elements(page).found if name == "td" and "verdict" in (a.get("class") or "")]
+    assert worse[-len(rows) :] == ["verdict reference"] + ["verdict lower"] * (len(rows) - 1)
+    views = page_data(evidence, summary)["views"]
+    axis = views["perplexity|4096|query-agnostic"]["bytes"]["layout"]["yaxis"]
+    assert axis["title"]["text"] == "Nats per token, lower is better"
+    assert axis["range"][0] < min(row.low for row in rows) < max(row.high for row in rows) < axis["range"][1]
+    assert views["|4096|query-agnostic"]["bytes"]["layout"]["yaxis"]["title"]["text"] == "Mean score"
 
 
 def test_text_of_models_is_never_markup(tmp_path: Path) -> None:

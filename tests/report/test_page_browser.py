@@ -132,6 +132,29 @@ def test_replay_plays_and_pauses(window: Browser, page: Path) -> None:
     assert window.run("return document.getElementById('replay-play').textContent") == "Play"
 
 
+def test_replay_shows_at_any_moment_what_had_come_by_then(window: Browser, page: Path) -> None:
+    window.show(page)
+    window.run(
+        "for (const id of ['replay-left', 'replay-right']) { const s = document.getElementById(id);"
+        "s.value = 'snapkv(keep=0.5)'; s.dispatchEvent(new Event('change')); }"
+    )
+    (asked, *_) = sorted(
+        gather([page.parent / "run"]).samples,
+        key=lambda one: (one.record.task, one.record.length, one.record.query_aware, one.record.index),
+    )
+    steps = asked.results["snapkv(keep=0.5)"].arrivals
+    assert steps is not None
+    for at in (0, 200, 931, 960, 987, 1000):
+        window.run(
+            f"const s = document.getElementById('replay-at'); s.value = {at}; s.dispatchEvent(new Event('input'));"
+        )
+        # the page counts in tenths of milliseconds
+        came = [end for moment, end in steps if round(moment * 1e4) <= round(steps[-1][0] * 1e4) * at / 1000 + 1e-5]
+        for side in ("left", "right"):
+            shown = window.run(f"return document.getElementById('replay-{side}-text').textContent")
+            assert shown == EVIL[: came[-1] if came else 0]
+
+
 def test_replay_does_not_move_where_motion_is_unwanted(window: Browser, page: Path) -> None:
     window.show(page, still=True)
     assert "Motion is reduced" in window.run("return document.getElementById('replay-status').textContent")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.runs import POLICIES, TASKS, write_run
+from tests.helpers.runs import POLICIES, TASKS, TEXTS, write_run
 
 from kvfold.core.errors import DataError
 from kvfold.eval.stats import compare
@@ -121,6 +121,67 @@ def test_a_policy_missing_in_a_task_has_no_overall_row(tmp_path: Path) -> None:
     summary = summarize(gather([first, second]))
     assert [row.policy for row in summary.rows[Place(None, 4096, False)]] == list(POLICIES[:2])
     assert any(note.startswith("snapkv(keep=0.5) did not answer every task") for note in summary.notes)
+
+
+def test_where_lower_is_better_more_is_worse(tmp_path: Path) -> None:
+    rows = summarize(gather([small(tmp_path / "a", tasks=(TEXTS,))])).rows[Place(TEXTS, 4096, False)]
+    assert all(row.lower_is_better for row in rows)
+    found = {row.policy: row for row in rows}
+    assert found["dense"].outcome is None
+    for policy in POLICIES[1:]:
+        gap = found[policy].difference
+        assert gap is not None
+        assert gap.mean > gap.reference
+        assert (gap.verdict, found[policy].outcome) == ("higher", "worse")
+    # the least bytes and the fewest nats are never beaten; many nats for more bytes are
+    assert found["dense"].front
+    assert found["manifoldkv(keep=0.1)"].front
+    assert not found["snapkv(keep=0.5)"].front
+    usual = summarize(gather([small(tmp_path / "b")])).rows[Place(None, 4096, False)]
+    assert {row.outcome for row in usual if row.difference and row.difference.verdict == "lower"} == {"worse"}
+
+
+def test_nats_are_not_averaged_with_scores(tmp_path: Path) -> None:
+    whole = summarize(gather([small(tmp_path / "a", tasks=(*TASKS, TEXTS))]))
+    without = summarize(gather([small(tmp_path / "b")]))
+    assert whole.rows[Place(None, 4096, False)] == without.rows[Place(None, 4096, False)]
+    assert any("nats per token, lower is better" in note for note in whole.notes)
+    assert not any("nats" in note for note in without.notes)
+    texts = summarize(gather([small(tmp_path / "c", tasks=(TEXTS,))]))
+    alone, all_tasks = (texts.rows[Place(task, 4096, False)] for task in (TEXTS, None))
+    assert [row.mean for row in all_tasks] == [row.mean for row in alone]
+    assert not any("nats" in note for note in texts.notes)
+
+
+def test_turns_are_said_to_count_as_samples(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", lengths=(4096,), count=2, tasks=TASKS[:1])
+    said = "Each turn of a conversation counts as a sample"
+    assert not any(said in note for note in summarize(gather([tmp_path / "a"])).notes)
+    for turn, record in enumerate(folder.records()):
+        folder.write(record.model_copy(update={"facts": {"group": 0, "turn": turn}}))
+    assert any(said in note for note in summarize(gather([tmp_path / "a"])).notes)
+
+
+def test_the_first_token_is_timed_where_the_cache_was_filled_for_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", lengths=(4096,), count=5, tasks=TASKS[:1], timed=True)
+    first, *later = folder.records()
+    for record in later:
+        turns = [one.model_copy(update={"prefill_s": 0.0, "ttft_s": 0.01}) for one in record.results]
+        folder.write(record.model_copy(update={"results": tuple(turns)}))
+    rows = summarize(gather([tmp_path / "a"])).rows[Place(TASKS[0], 4096, False)]
+    assert [row.ttft_s for row in rows] == [result.ttft_s for result in first.results]
+    assert {row.timed for row in rows} == {5}
+
+
+def test_arrivals_go_with_the_text_that_arrived(tmp_path: Path) -> None:
+    first = small(tmp_path / "a", count=2)
+    same = gather([first, small(tmp_path / "b", count=2, timed=True)])
+    assert all(result.arrivals for sample in same.samples for result in sample.results.values())
+    other = gather([first, small(tmp_path / "c", count=2, timed=True, output="something else")])
+    for sample in other.samples:
+        for result in sample.results.values():
+            assert result.ttft_s is not None
+            assert result.arrivals is None
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kvfold.cache.compress import Eviction, Known, carry_out, plan
+from kvfold.cache.host import HostRows
+from kvfold.cache.index import ClusterIndex
 from kvfold.cache.observe import Observations
+from kvfold.cache.reading import ReadLog, Rows, read_chosen, reader
 from kvfold.cache.rows import PAGE, RowStore
 from kvfold.cache.spec import AttentionCall, LayerSpec
 from kvfold.core.errors import CacheStateError
@@ -36,6 +40,9 @@ class Lane:
         decoded: Tokens decoded since the last prompt ended.
         replayed: Whether a method that replays its context has acted.
         observed: What the policy's method needs to have seen.
+        replay_mass: Attention received while the context was read again.
+        index: Clusters of the rows, where the policy has a retriever that this layer reads through.
+        log: What decode steps have read, where the policy has a retriever.
     """
 
     store: RowStore
@@ -45,11 +52,14 @@ class Lane:
     decoded: int = 0
     replayed: bool = False
     replay_mass: Tensor | None = field(default=None)
+    index: ClusterIndex | None = None
+    log: ReadLog = field(default_factory=ReadLog)
 
     @classmethod
-    def empty(cls, k: Tensor, v: Tensor, needs: Need, query_window: int) -> Lane:
+    def empty(cls, k: Tensor, v: Tensor, needs: Need, query_window: int, *, on_host: bool = False) -> Lane:
         """Make a lane without rows for the batch rows of ``k``."""
-        store = RowStore(k.shape[0], k.shape[1], k, v, track_mass=Need.ATTENTION_MASS in needs)
+        kind = HostRows if on_host else RowStore
+        store = kind(k.shape[0], k.shape[1], k, v, track_mass=Need.ATTENTION_MASS in needs)
         return cls(store=store, observed=Observations(needs=needs, query_window=query_window))
 
     def extend(
@@ -86,12 +96,18 @@ class Lane:
                 watch = stop <= prompt or policy.every is not None
                 whole = stop - at == q.shape[2]
                 part = (q, k, v) if whole else (q[:, :, at:stop], k[:, :, at:stop], v[:, :, at:stop])
-                pieces.append(self._extend(*part, call, watch=watch))
+                if policy.retriever is not None and at >= prompt:
+                    pieces.append(self._decode(*part, call, spec, policy, watch=watch))
+                else:
+                    pieces.append(self._extend(*part, call, watch=watch))
             at = stop
             if due:
                 self.compress(policy, spec, call)
-            if prompt_ends and at == prompt and policy.evicts and policy.every is None:
-                self.observed.forget()
+            if prompt_ends and at == prompt:
+                if policy.evicts and policy.every is None:
+                    self.observed.forget()
+                if policy.retriever is not None:
+                    self.index_rows(policy, spec)
         if not pieces:
             return q.new_empty(*q.shape[:3], v.shape[-1])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
@@ -128,14 +144,32 @@ class Lane:
             self.replayed = self.replayed or self.replay_mass is not None
         if done is not None:
             self.fixed = self.seen
+            self.index = None
         self.replay_mass = None
+
+    def index_rows(self, policy: Policy, spec: LayerSpec, newest: int = 0) -> None:
+        """Bring the index up to the rows, if the layer reads through one, or drop it.
+
+        Args:
+            policy: With or without a retriever.
+            spec: Which layer this is.
+            newest: Rows at the end that clusters must not cover.
+        """
+        retriever = reader(policy, spec)
+        if retriever is None or not self.store.total_rows:
+            self.index = None
+            return
+        if self.index is None or not self.index.serves(retriever):
+            self.index = ClusterIndex(retriever)
+        self.index.retriever = retriever
+        self.index.sync(self.store, newest)
 
     def replay(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: int, start: int, stop: int) -> Tensor:
         """Attend like :meth:`extend` but keep nothing; record what rows ``start`` to ``stop`` receive.
 
         The recorded share is of the first ``sinks`` rows, the rows in question and the replayed tokens themselves.
         """
-        if call.visibility.is_full and self.store.is_uniform:
+        if call.visibility.is_full and self.store.is_uniform and not self.store.on_host:
             keys, values = self.store.dense(self.store.keys), self.store.dense(self.store.values)
             groups = [(keys[:, :, :sinks], values[:, :, :sinks])] if sinks else []
             groups.append((keys[:, :, start:stop], values[:, :, start:stop]))
@@ -170,15 +204,22 @@ class Lane:
             )
         self.observed.crop(count, self.seen)
         self.store.crop(count)
+        if self.index is not None:
+            self.index.crop(self.store)
+        self.log.take_back()
         self.seen -= count
         self.decoded = max(0, self.decoded - count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of every tensor held."""
         yield from self.store.tensors()
+        yield from self.store.extras()
         yield from self.observed.tensors()
         if self.replay_mass is not None:
             yield "replay_mass", self.replay_mass
+        for prefix, held in (("index", self.index), ("log", self.log)):
+            for name, tensor in () if held is None else held.tensors():
+                yield f"{prefix}.{name}", tensor
 
     def check(self, *, evicts: bool) -> None:
         """Verify the lane's own rules.
@@ -211,6 +252,8 @@ class Lane:
             fixed=self.fixed,
             decoded=self.decoded,
             replayed=self.replayed,
+            index=None if self.index is None else self.index.select(rows),
+            log=self.log.select(rows),
         )
 
     def fork(self) -> Lane:
@@ -223,16 +266,20 @@ class Lane:
             decoded=self.decoded,
             replayed=self.replayed,
             replay_mass=self.replay_mass,
+            index=None if self.index is None else self.index.fork(),
+            log=self.log.fork(),
         )
 
     def _segments(
         self, count: int, prompt: int, prompt_ends: bool, policy: Policy, spec: LayerSpec
     ) -> Iterator[tuple[int, bool]]:
-        """Yield where to stop and whether a compression is due there."""
+        """Yield where to stop and whether a compression is due there; a retriever sees decoded tokens one by one."""
         if not policy.evicts or spec.order is None:
             if prompt_ends:
                 self.decoded = 0
             self.decoded += count - prompt
+            if policy.retriever is not None:
+                yield from ((at, False) for at in range(prompt, count))
             yield count, False
             return
         at = 0
@@ -248,6 +295,7 @@ class Lane:
                 yield 0, True
         while at < count:
             step = count - at if policy.every is None else min(count - at, policy.every - self.decoded % policy.every)
+            step = step if policy.retriever is None else 1
             at += step
             self.decoded += step
             yield at, policy.every is not None and self.decoded % policy.every == 0
@@ -266,6 +314,30 @@ class Lane:
         if watch:
             self.observed.add(q, self.seen, call)
             self.store.receive(q, part.lse, scale=call.scale, softcap=call.softcap)
+        return part.output
+
+    def _decode(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: LayerSpec, policy: Policy, *, watch: bool
+    ) -> Tensor:
+        """Take in one decoded token under a policy with a retriever.
+
+        Clusters cover rows before the token's own alone: so it always reads its own row, and what it reads depends on
+        how many rows there are, not on how they came.
+        """
+        store = self.store
+        if reader(policy, spec) is None:
+            output = self._extend(q, k, v, call, watch=watch)
+            visible = self.seen - max(0, call.visibility.first_visible(self.seen - 1))
+            held = [min(sum(row), visible * store.kv_heads) for row in store.lengths]
+            self.log.add([Rows(n, n, 0, visible * store.kv_heads) for n in held])
+            return output
+        store.append(k, v, self.seen)
+        self.seen += 1
+        self.index_rows(policy, spec, newest=1)
+        part = read_chosen(store, cast(ClusterIndex, self.index), q, call, spec, self.seen, self.log)
+        if watch:
+            self.observed.add(q, self.seen, call)
+            store.receive(q, part.lse, scale=call.scale, softcap=call.softcap)
         return part.output
 
     def _attend_full(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> AttentionOutput:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvfold.cache.compress import Eviction, Known
 from kvfold.cache.lane import Lane
+from kvfold.cache.reading import ReadLog
 from kvfold.cache.spec import AttentionCall, LayerSpec
 from kvfold.core.errors import CacheStateError, ShapeError
 from kvfold.core.policy import Policy
@@ -43,14 +44,15 @@ class CacheLayer:
         call: How the last forward call attended.
         padded_at: Column behind the newest padding; cropping cannot reach it.
         room: Rows to allocate at the first token, where it is known how many will come.
+        on_host: Whether rows lie in host memory and are fetched as queries choose them.
     """
 
-    def __init__(self, spec: LayerSpec, needs: Need, query_window: int):
+    def __init__(self, spec: LayerSpec, needs: Need, query_window: int, *, on_host: bool = False):
         """Make an empty layer that will remember what ``needs`` asks for."""
         # a layer that is passed through is never scored, so it has nothing to remember
         self.spec = spec
         self.needs = needs if spec.order is not None else Need.NOTHING
-        self.query_window = query_window
+        self.query_window, self.on_host = query_window, on_host
         self.lanes: list[Lane] = []
         self.columns = 0
         self.call: AttentionCall | None = None
@@ -98,7 +100,7 @@ class CacheLayer:
             raise ShapeError(f"batch must stay {self.batch} while a cache is in use, got {q.shape[0]}; use a new cache")
         self.call = call
         if not self.lanes:
-            self.lanes = [Lane.empty(k, v, self.needs, self.query_window)]
+            self.lanes = [Lane.empty(k, v, self.needs, self.query_window, on_host=self.on_host)]
             self.lanes[0].store.reserve(self.room)
         if replay is not None:
             return self._by_lane(lambda lane, rows: lane.replay(q[rows], k[rows], v[rows], call, *replay))
@@ -158,8 +160,14 @@ class CacheLayer:
         """Note that planned evictions were carried out."""
         for lane, eviction in zip(self.lanes, done, strict=True):
             lane.settle(policy, eviction)
+            lane.index_rows(policy, self.spec)
             if policy.every is None:
                 lane.observed.forget()
+
+    def forget_reads(self) -> None:
+        """Count what is read from now on: under another policy it is another number."""
+        for lane in self.lanes:
+            lane.log = ReadLog()
 
     def crop(self, count: int) -> None:
         """Forget the newest tokens.
@@ -187,7 +195,7 @@ class CacheLayer:
 
     def fork(self) -> CacheLayer:
         """Return a copy that shares memory until either side is written to."""
-        copy = CacheLayer(self.spec, self.needs, self.query_window)
+        copy = CacheLayer(self.spec, self.needs, self.query_window, on_host=self.on_host)
         copy.lanes = [lane.fork() for lane in self.lanes]
         copy.columns, copy.call, copy.padded_at = self.columns, self.call, self.padded_at
         return copy

@@ -28,6 +28,7 @@ class RowStore:
     """Rows of a group of sequences that are extended together.
 
     Attributes:
+        on_host: Whether the pools lie in host memory while queries come from a device.
         batch: Sequences.
         kv_heads: KV heads.
         keys: Pool, ``[pool_rows, head_dim]``.
@@ -40,6 +41,8 @@ class RowStore:
         starts: First pool row of each run.
         capacity: Pool rows of each run, a multiple of the page.
     """
+
+    on_host = False
 
     def __init__(self, batch: int, kv_heads: int, like_key: Tensor, like_value: Tensor, *, track_mass: bool = False):
         """Make an empty store with the widths, dtype and device of sample rows."""
@@ -80,6 +83,15 @@ class RowStore:
                 yield name, tensor
 
     @property
+    def device(self) -> torch.device:
+        """Where queries come from."""
+        return self.keys.device
+
+    def extras(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is held beside the pools."""
+        yield from ()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, slack included."""
         return held_nbytes(tensor for _, tensor in self.tensors())
@@ -93,6 +105,11 @@ class RowStore:
         """View the rows of one run, ``[rows, ...]``."""
         start = self.starts[row][head]
         return pool[start : start + self.lengths[row][head]]
+
+    def newest(self, count: int) -> tuple[Tensor, Tensor]:
+        """View the newest rows of a uniform store on the device: keys and values, ``[batch, kv_heads, count, dim]``."""
+        first = self.lengths[0][0] - count
+        return self.dense(self.keys)[:, :, first:], self.dense(self.values)[:, :, first:]
 
     def row_positions(self, row: int, head: int) -> Tensor:
         """Return the positions of one run, int64, ascending."""
@@ -326,6 +343,9 @@ class RowStore:
         blank.base = self.base
         return blank
 
+    def _zeros(self, pool: Tensor, *shape: int) -> Tensor:
+        return pool.new_zeros(shape)
+
     def _set_uniform(self, rows: int, capacity: int) -> None:
         self.lengths = [[rows] * self.kv_heads for _ in range(self.batch)]
         self.capacity = [[capacity] * self.kv_heads for _ in range(self.batch)]
@@ -359,7 +379,7 @@ class RowStore:
         uniform = self.is_uniform
         for name, pool in list(self.tensors()):
             # zeros, not empty: slack is never read, and must not look like a number if a bug reads it in saved files
-            fresh = pool.new_zeros(size, *pool.shape[1:])
+            fresh = self._zeros(pool, size, *pool.shape[1:])
             if uniform:
                 rows = self.lengths[0][0]
                 fresh.view(self.batch, self.kv_heads, -1, *pool.shape[1:])[:, :, :rows] = self.dense(pool)

@@ -1,4 +1,7 @@
-"""A layer as named tensors and plain data, and back: what saving and loading is made of."""
+"""A layer as named tensors and plain data, and back: what saving and loading is made of.
+
+Clusters of rows are not saved: they follow from the rows and are built again.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfold.cache.host import HostRows
 from kvfold.cache.lane import Lane
 from kvfold.cache.layer import CacheLayer
 from kvfold.cache.observe import Observations
+from kvfold.cache.reading import ReadLog
 from kvfold.cache.rows import RowStore
 from kvfold.core.errors import CacheStateError, DataError
+from kvfold.core.policy import Policy
 from kvfold.core.types import Need
 
 _LANE_FACTS = ("seen", "fixed", "decoded", "replayed")
@@ -34,21 +40,25 @@ def layer_state(layer: CacheLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "capacity": lane.store.capacity,
             "moment_count": lane.observed.count,
             "queries_end": lane.observed.end,
+            "indexed": lane.index is not None,
+            "log": lane.log.facts(),
             **{name: getattr(lane, name) for name in _LANE_FACTS},
         }
         for lane in layer.lanes
     ]
     facts = {"columns": layer.columns, "padded_at": layer.padded_at, "lanes": lanes}
-    return dict(layer.tensors()), facts
+    kept = {name: tensor for name, tensor in layer.tensors() if name.split(".")[1] not in ("index", "recent")}
+    return kept, facts
 
 
-def restore_layer(layer: CacheLayer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+def restore_layer(layer: CacheLayer, tensors: dict[str, Tensor], facts: dict[str, Any], policy: Policy) -> None:
     """Put a layer together again.
 
     Args:
         layer: An empty layer; filled in place.
         tensors: Tensors by name, on the layer's device.
         facts: As :func:`layer_state` gave them.
+        policy: The cache's; its retriever's clusters are built again where they were there.
 
     Raises:
         DataError: If tensors and facts do not fit together.
@@ -57,13 +67,16 @@ def restore_layer(layer: CacheLayer, tensors: dict[str, Tensor], facts: dict[str
         layer.lanes = [_restore_lane(layer, index, tensors, lane) for index, lane in enumerate(facts["lanes"])]
         layer.columns, layer.padded_at = int(facts["columns"]), int(facts["padded_at"])
         layer.check()
+        for lane, own in zip(layer.lanes, facts["lanes"], strict=True):
+            if own.get("indexed"):
+                lane.index_rows(policy, layer.spec)
     except (KeyError, TypeError, IndexError, AttributeError, CacheStateError) as error:
         raise DataError(f"layer {layer.spec.layer_idx} of the saved cache is inconsistent: {error}") from error
 
 
 def _restore_lane(layer: CacheLayer, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Lane:
     own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.partition(".")[0] == str(index)}
-    store = RowStore(
+    store = (HostRows if layer.on_host else RowStore)(
         facts["batch"],
         facts["kv_heads"],
         own["keys"],
@@ -86,4 +99,13 @@ def _restore_lane(layer: CacheLayer, index: int, tensors: dict[str, Tensor], fac
         end=int(facts["queries_end"]),
     )
     seen, fixed, decoded, replayed = (int(facts[name]) for name in _LANE_FACTS)
-    return Lane(store=store, observed=observed, seen=seen, fixed=fixed, decoded=decoded, replayed=bool(replayed))
+    log = {name.partition(".")[2]: tensor for name, tensor in own.items() if name.startswith("log.")}
+    return Lane(
+        store=store,
+        observed=observed,
+        seen=seen,
+        fixed=fixed,
+        decoded=decoded,
+        replayed=bool(replayed),
+        log=ReadLog.restore(facts["log"], log) if "log" in facts else ReadLog(),
+    )

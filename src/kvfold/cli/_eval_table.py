@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +47,8 @@ def show(summary: Summary) -> None:
         seen = "question seen" if place.query_aware else "question not seen"
         rows = summary.rows[place]
         title = f"{place.task or 'all tasks'}, {place.length} tokens, {seen}, n={rows[0].count}"
+        if rows[0].lower_is_better:
+            title = f"{place.task}, {place.length} tokens, nats per token, lower is better, n={rows[0].count}"
         table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
         # on two lines, so that 80 columns are enough
         timed = ["ttft, tpot"] if any(row.tpot_s is not None for row in rows) else []
@@ -63,10 +66,15 @@ def show(summary: Summary) -> None:
 
 def _cells(row: Row) -> list[str]:
     gap = row.difference
+    # where lower is better, the direction alone would mislead
+    verdict: str = "-" if gap is None else gap.verdict
+    if row.lower_is_better and row.outcome in ("worse", "better"):
+        verdict += f", {row.outcome}"
+    extra = f"\nperplexity {exp(row.mean):.2f}" if row.lower_is_better else ""
     return [
-        f"{row.mean:.3f}\n{row.low:.3f} to {row.high:.3f}",
+        f"{row.mean:.3f}\n{row.low:.3f} to {row.high:.3f}{extra}",
         "-" if gap is None else f"{gap.difference:+.3f}\n{gap.low:+.3f} to {gap.high:+.3f}",
-        "-" if gap is None else gap.verdict,
+        verdict,
         f"{row.factor:.2f}x",
         f"{seconds(row.ttft_s)}\n{seconds(row.tpot_s)}",
     ]

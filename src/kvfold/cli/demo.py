@@ -59,7 +59,7 @@ def command(
     """
     began = time.perf_counter()
     rows = _policies(policies, keep)
-    path, drawn = _model(model), _check_plot(out)
+    path, drawn = demo_model("--model") if model is None else model, _check_plot(out)
     from kvfold.hf.load import load_model
 
     note(f"loading {path}")
@@ -143,17 +143,25 @@ def _label(name: str) -> str:
     return re.sub(r"\(allocator=(\w+)\)$", r" + \1", name)
 
 
-def _model(given: str | None) -> str:
-    """Find the model; the package is looked up and not imported, since it wants another one at import."""
-    if given is not None:
-        return given
+def demo_model(argument: str) -> str:
+    """Find the demo's model; the package is looked up and not imported, since it wants another one at import.
+
+    Args:
+        argument: What the user would name another model by.
+
+    Returns:
+        A GGUF file.
+
+    Raises:
+        ConfigError: If the package is not installed.
+    """
     spec = importlib.util.find_spec(PACKAGE)
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     for place in places:
         found = sorted(Path(place).rglob("*.gguf"))
         if found:
             return str(found[0])
-    raise ConfigError(f"--model must be given or the demo's model installed, got neither; {INSTALL}")
+    raise ConfigError(f"{argument} must be given or the demo's model installed, got neither; {INSTALL}")
 
 
 def _check_plot(out: Path) -> Any:

@@ -9,11 +9,11 @@ import typer
 
 from kvfold.cli import _options
 from kvfold.cli._console import note, print_json, progress_bar
+from kvfold.cli._text import cut_text, read_text
 from kvfold.core.errors import ConfigError, DataError, MissingExtraError, must_be
 
 if TYPE_CHECKING:
     from kvfold.eval.inspect import Advice, Measurements
-    from kvfold.hf.load import Model, Tokenizer
 
 DEFAULT_TOKENS = 4096
 _SUFFIXES = (".png", ".html")
@@ -46,6 +46,7 @@ def command(
       kvfold inspect model.gguf --tokens 2048 --json
     """
     from kvfold.eval.inspect import advise, inspect_model
+    from kvfold.eval.inspect.capture import MIN_TOKENS
     from kvfold.eval.inspect.recovery import KEEPS
     from kvfold.hf.load import load_model
 
@@ -53,10 +54,10 @@ def command(
         raise ConfigError(must_be("--keep", f"one of {', '.join(map(str, KEEPS))}", keep, "choose one of these"))
     if out is not None and out.suffix.lower() not in _SUFFIXES:
         raise ConfigError(must_be("--out", "a file that ends in .png or .html", str(out), "rename it"))
-    words = _read(text)
+    words = read_text(text)
     note(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
-    ids = _cut(loaded, tokenizer, words, tokens)
+    ids = cut_text(loaded, tokenizer, words, tokens, least=MIN_TOKENS, most=DEFAULT_TOKENS)
     import torch
 
     with progress_bar("reading") as reading, progress_bar("measuring") as measuring:
@@ -72,40 +73,6 @@ def command(
         print_json({**facts, "advice": advice.as_dict(), "measurements": measured.as_dict()})
     else:
         _show(measured, advice, out)
-
-
-def _read(text: Path | None) -> str:
-    """Read the user's text, or the built-in one."""
-    from kvfold.eval.texts import load_text
-
-    if text is None:
-        return load_text()
-    try:
-        return text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise DataError(must_be("--text", "a readable text file", str(text), str(reason))) from None
-
-
-def _cut(model: Model, tokenizer: Tokenizer, text: str, tokens: int | None) -> list[int]:
-    """Tokenize, and cut to the length asked for; what cannot be had is refused."""
-    from kvfold.eval.inspect.capture import MIN_TOKENS
-    from kvfold.hf.load import context_length
-
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    most = min(len(ids), context_length(model))
-    wanted = min(most, DEFAULT_TOKENS) if tokens is None else tokens
-    if wanted < MIN_TOKENS:
-        given = must_be("--tokens", f"at least {MIN_TOKENS}", wanted, "raise it")
-        raise ConfigError(
-            given
-            if tokens is not None
-            else must_be("--text", f"at least {MIN_TOKENS} tokens long", wanted, "give a longer one")
-        )
-    if wanted > most:
-        whose = "the text" if most == len(ids) else "the model's context"
-        raise ConfigError(must_be("--tokens", f"at most {most}, {whose}", wanted, "lower it, or give a longer --text"))
-    return ids[:wanted]
 
 
 def _draw(measured: Measurements, advice: Advice, title: str, out: Path) -> None:

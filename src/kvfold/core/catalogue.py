@@ -33,6 +33,9 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
     "kvzip": ("evict", f"{_EVICT}.kvzip:KVzip"),
     "criticalkv": ("evict", f"{_EVICT}.criticalkv:CriticalKV"),
     "random": ("evict", f"{_EVICT}.random:Random"),
+    "refinekv": ("retrieve", f"{_RETRIEVE}.refinekv:RefineKV"),
+    "quest": ("retrieve", f"{_RETRIEVE}.quest:Quest"),
+    "doublep": ("retrieve", f"{_RETRIEVE}.doublep:DoubleP"),
     "uniform": ("allocate", f"{_ALLOCATE}.uniform:Uniform"),
     "ada": ("allocate", f"{_ALLOCATE}.ada:AdaKV"),
     "pyramid": ("allocate", f"{_ALLOCATE}.pyramid:Pyramid"),
@@ -125,6 +128,10 @@ def find(name: str, *roles: str) -> Entry:
     Raises:
         ConfigError: If there is none; the message offers the nearest names.
     """
+    # looking for installed packages takes long, and none of them may take a built-in name
+    role, target = _BUILT_IN.get(name, ("", ""))
+    if role in roles:
+        return Entry(name, role, target)
     entries = {entry.name: entry for entry in methods() if entry.role in roles}
     if name in entries:
         return entries[name]

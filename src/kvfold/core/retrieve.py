@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,9 +15,15 @@ from kvfold.core.types import Need
 Summaries = Mapping[str, Tensor]
 """Summaries of the clusters of one level by name, each ``[batch, kv_heads, clusters, ...]``.
 
-``mean_keys`` and ``mean_values`` are what a cluster is represented by; ``sizes`` its rows, where they vary. Other names
-are the method's own.
+``mean_keys`` and ``mean_values`` are what a cluster is represented by; ``sizes`` its rows, where they vary. Mean values
+may be whole numbers of ``mean_value_steps``. Other names are the method's own.
 """
+
+Fitted = Mapping[str, Tensor]
+"""What a method has found once in the prompt of each sequence, by name, each ``[batch, kv_heads, ...]``."""
+
+NOTHING_FITTED: Fitted = MappingProxyType({})
+"""Of a method that needs nothing but the rows of a segment to summarise it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,7 @@ class SelectContext:
         rest_value_norm: Largest norm of a value among those rows, float32, ``[batch, kv_heads]``.
         amount: Value of the parameter that :attr:`Retriever.knob` names, float32, ``[batch]``: sequences of one batch
             may be read with different ones.
+        fitted: What :meth:`Retriever.fit` found.
     """
 
     queries: Tensor
@@ -42,6 +50,7 @@ class SelectContext:
     rest_lse: Tensor
     rest_value_norm: Tensor
     amount: Tensor
+    fitted: Fitted = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +60,30 @@ class Selection:
     Attributes:
         expanded: Clusters of the lowest level whose rows are read, bool, ``[batch, heads, clusters]``.
         represented: Clusters of each level that stand for their rows by their means, bool, same form per level. Every
-            existing row is expanded, or represented once, or dropped.
+            existing row is expanded, or represented once, or dropped. Where single rows are chosen, these stand for
+            their rows that are not read.
         scored: Clusters of each level that had to be looked at, int64, ``[batch, kv_heads]`` per level.
         remaining: Bound on the norm of the output's error, float32, ``[batch, q_heads]``; ``None`` where the method has
             none.
+        rows: Rows of the clusters of the only level that are read, bool, ``[batch, kv_heads, clusters * segment]``, by
+            a method that chooses single rows; ``expanded`` then says nothing more. ``None``: whole clusters are read.
+        left: With ``rows``: log of the mass of what is left of each cluster, ``-inf`` for nothing, float32,
+            ``[batch, q_heads, clusters]``; its value is the mean of the values that are not read.
     """
 
     expanded: Tensor
     represented: tuple[Tensor, ...]
     scored: tuple[Tensor, ...]
     remaining: Tensor | None = None
+    rows: Tensor | None = None
+    left: Tensor | None = None
 
 
 class Retriever(ABC):
     """Decides which rows a query reads. Concrete methods are frozen dataclasses of their parameters.
 
     Rows are indexed in segments: so many consecutive rows of a head, in the order in which they are stored. A segment
-    is summarised once it is complete, from its rows alone; later rows are read as they are.
+    is summarised once it is complete, from its rows alone and what was fitted; later rows are read as they are.
     """
 
     __slots__ = ()
@@ -94,6 +110,11 @@ class Retriever(ABC):
         """First layers that read everything."""
         return 0
 
+    @property
+    def query_window(self) -> int:
+        """How many of the prompt's newest queries :meth:`fit` asks for; 0 for a method that fits nothing."""
+        return 0
+
     def amount(self, rows: int, row_nbytes: int) -> float:
         """Say what :attr:`SelectContext.amount` is for a cache of this size.
 
@@ -107,14 +128,30 @@ class Retriever(ABC):
         del rows, row_nbytes
         return float(getattr(self, self.knob))
 
+    def fit(self, keys: Tensor, queries: Tensor) -> dict[str, Tensor]:
+        """Find what summaries need to know of the prompt; once, when the first one ends, and kept from then on.
+
+        Args:
+            keys: All rows held, at least one, ``[batch, kv_heads, rows, head_dim]``.
+            queries: The last ``query_window`` queries, after norm and RoPE, or more where others asked for more, or
+                fewer where there were fewer, ``[batch, q_heads, count, head_dim]``.
+
+        Returns:
+            Tensors of fixed shapes by name, ``[batch, kv_heads, ...]``. A method that fits something needs
+            ``QUERIES``. KV heads do not depend on each other.
+        """
+        del keys, queries
+        return {}
+
     @abstractmethod
-    def summarise(self, keys: Tensor, values: Tensor, level: int) -> dict[str, Tensor]:
+    def summarise(self, keys: Tensor, values: Tensor, level: int, fitted: Fitted = NOTHING_FITTED) -> dict[str, Tensor]:
         """Summarise complete segments.
 
         Args:
             keys: ``[batch, kv_heads, count, segment, head_dim]``.
             values: ``[batch, kv_heads, count, segment, value_dim]``.
             level: Index into :attr:`segments`.
+            fitted: What :meth:`fit` found.
 
         Returns:
             Summaries, ``[batch, kv_heads, count * clusters, ...]``. Where clusters are not consecutive rows, also

@@ -17,19 +17,35 @@ from kvfold.hf.stack import StackedCache
 
 
 class Timed(NamedTuple):
-    """An answer and how long it took.
+    """An answer and when it came.
 
     Attributes:
         ids: Generated tokens, without the one that ends the text.
-        first_s: Seconds to the first token.
-        rest_s: Seconds for the tokens after it.
-        steps: Tokens generated after the first, the one that ends the text included.
+        arrivals: Seconds from the start to each token, the one that ends the text included.
     """
 
     ids: list[int]
-    first_s: float
-    rest_s: float
-    steps: int
+    arrivals: list[float]
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first token."""
+        return self.arrivals[0]
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds for the tokens after it."""
+        return self.arrivals[-1] - self.arrivals[0]
+
+    @property
+    def steps(self) -> int:
+        """Tokens generated after the first, the one that ends the text included."""
+        return len(self.arrivals) - 1
+
+    @property
+    def unfed(self) -> list[int]:
+        """Tokens of the answer that the cache does not hold: the last one, unless the text ended by itself."""
+        return self.ids[self.steps :]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
@@ -51,11 +67,27 @@ def answer_stacked(
     Returns:
         Generated tokens of each, without the one that ends the text.
     """
-    stack = StackedCache(list(caches))
+    return answer_stack(StackedCache(list(caches)), tails, limits, ends)
+
+
+def answer_stack(
+    stack: StackedCache, tails: Sequence[Tensor], limits: Sequence[int], ends: set[int]
+) -> list[list[int]]:
+    """Answer as :func:`answer_stacked` does; afterwards the stack knows what each answer has read.
+
+    Args:
+        stack: New caches side by side.
+        tails: Tokens fed to each before its answer, ``[1, tokens]``.
+        limits: Tokens that each answer may take.
+        ends: Tokens at which an answer ends.
+
+    Returns:
+        Generated tokens of each, without the one that ends the text.
+    """
     device = next(stack.model.get_input_embeddings().parameters()).device
     width = max(tail.shape[1] for tail in tails)
-    ids = torch.zeros(len(caches), width, dtype=torch.long)
-    valid = torch.zeros(len(caches), width, dtype=torch.bool)
+    ids = torch.zeros(len(tails), width, dtype=torch.long)
+    valid = torch.zeros(len(tails), width, dtype=torch.bool)
     for row, tail in enumerate(tails):
         ids[row, width - tail.shape[1] :] = tail[0]
         valid[row, width - tail.shape[1] :] = True
@@ -63,13 +95,13 @@ def answer_stacked(
     found: list[Tensor] = [token]
     stop = torch.tensor(sorted(ends), dtype=torch.long, device=device)
     done = torch.isin(token[:, 0], stop)
-    every = torch.ones(len(caches), 1, dtype=torch.bool, device=device)
+    every = torch.ones(len(tails), 1, dtype=torch.bool, device=device)
     bound = torch.tensor(limits, device=device)
     for step in range(1, max(limits)):
         # asking the device whether all are done waits for it, so it is asked now and then
         if step % 8 == 0 and bool((done | (bound <= step)).all()):
             break
-        token = stack.feed(token, every).argmax(-1, keepdim=True)
+        token = stack.feed(token, every, ~done & (bound > step)).argmax(-1, keepdim=True)
         found.append(token)
         done |= torch.isin(token[:, 0], stop)
     rows = torch.cat(found, dim=1).tolist()
@@ -93,8 +125,8 @@ def answer_alone(cache: Cache, tail: Tensor, limit: int, ends: set[int]) -> Time
     """
     device = next(cache.model.get_input_embeddings().parameters()).device
     found: list[int] = []
+    arrivals: list[float] = []
     start = time.perf_counter()
-    first_s = 0.0
     feed = tail.to(device)
     while len(found) < limit:
         # held, so that the question is not taken for a prompt of its own after which the policy acts
@@ -102,12 +134,10 @@ def answer_alone(cache: Cache, tail: Tensor, limit: int, ends: set[int]) -> Time
             logits = cache.model(input_ids=feed, use_cache=True, logits_to_keep=1, **{cache_kwarg(): cache}).logits
         feed = logits[:, -1:].argmax(-1)
         found.append(int(feed))
-        if len(found) == 1:
-            first_s = time.perf_counter() - start
+        arrivals.append(time.perf_counter() - start)
         if found[-1] in ends:
             break
-    rest_s = time.perf_counter() - start - first_s
-    return Timed(_cut(found, ends), first_s, rest_s, len(found) - 1)
+    return Timed(_cut(found, ends), arrivals)
 
 
 def _cut(row: list[int], ends: set[int]) -> list[int]:

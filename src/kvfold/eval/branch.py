@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from kvfold.cache.compress import Known
+from kvfold.cache.index import same_summaries
 from kvfold.core.errors import UnsupportedError
 from kvfold.core.policy import Policy
 from kvfold.core.policy import policy as build_policy
@@ -56,7 +57,7 @@ def branches(
     built = {text: build_policy(text) for text in policies}
     shared = [policy for policy in built.values() if policy.chunk is None]
     dense: Cache | None = None
-    known = Known()
+    known, indexed = Known(), list[Cache]()
     for text, policy in built.items():
         if policy.chunk is not None:
             yield text, Cache(model, policy).prefill(context, chunk_size=chunk_size)  # type: ignore[arg-type]
@@ -66,9 +67,21 @@ def branches(
             dense = Cache(model, observe=watched).prefill(context, chunk_size=chunk_size)  # type: ignore[arg-type]
         if Need.REPLAY in policy.needs:
             dense.read_again()
-        branch = narrowed(dense.fork(), policy)
+        source = next((one for one in indexed if _indexes(one.policy, policy)), dense)
+        branch = narrowed(source.fork(), policy)
         branch.policy = policy
-        yield text, compress(branch, known)
+        compress(branch, known)
+        if source is dense and _indexes(policy, policy):
+            # budgets of one retriever share its summaries, too
+            indexed.append(branch.fork())
+        yield text, branch
+
+
+def _indexes(one: Policy, other: Policy) -> bool:
+    """Whether two policies keep every row and summarise rows alike."""
+    if one.retriever is None or other.retriever is None or one.evicts or other.evicts:
+        return False
+    return same_summaries(one.retriever, other.retriever)
 
 
 def narrowed(cache: Cache, policy: Policy) -> Cache:

@@ -32,10 +32,33 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvfold.core.errors import ConfigError, MissingExtraError, must_be
-from kvfold.eval.sample import Sample
 
+if TYPE_CHECKING:
+    from kvfold.eval.sample import Sample
+
+Metric = Literal[
+    "match_all",
+    "classification",
+    "match_any",
+    "exact",
+    "f1",
+    "substring",
+    "rouge_l",
+    "count",
+    "code",
+    "letter",
+    "first_number",
+    "last_number",
+    "word",
+    "characters",
+    "prefix",
+    "boxed",
+]
+NLL = "nll"
+"""How a text is scored that is not generated: mean negative log-likelihood of its tokens, in nats, lower is better."""
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
@@ -58,7 +81,7 @@ def score(sample: Sample, output: str) -> float:
         raise ConfigError(must_be("answers", f"at least one in sample {sample.index} of {sample.task}", (), "add it"))
     if sample.facts.get("first_line"):
         output = output.lstrip("\n").partition("\n")[0]
-    metric: str = sample.metric
+    metric = sample.metric
     if metric == "match_all":
         return match_all(output, sample.answers)
     if metric == "classification":
@@ -71,7 +94,7 @@ def score(sample: Sample, output: str) -> float:
 
 def names() -> tuple[str, ...]:
     """List the metrics."""
-    return ("match_all", "classification", *METRICS)
+    return get_args(Metric)
 
 
 def normalise(text: str) -> str:
@@ -129,7 +152,7 @@ def rouge_l(output: str, answer: str) -> float:
     try:
         scorer = importlib.import_module("rouge_score.rouge_scorer")
     except ImportError as error:
-        raise MissingExtraError("metric rouge_l needs rouge-score: pip install rouge-score") from error
+        raise MissingExtraError("metric rouge_l needs rouge-score; pip install 'kvfold[suites]'") from error
     rouge = scorer.RougeScorer(["rougeL"], use_stemmer=True)
     return float(rouge.score(answer, output)["rougeL"].fmeasure)
 
@@ -244,7 +267,7 @@ def repeated_share(output: str, words: int = 4) -> float:
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-METRICS: dict[str, Callable[[str, str], float]] = {
+METRICS: dict[Metric, Callable[[str, str], float]] = {
     "match_any": match_any,
     "exact": exact,
     "f1": f1,

@@ -14,7 +14,7 @@ from kvfold.core.errors import DataError
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-SCHEMA = 1
+SCHEMA: Literal[2] = 2
 """Version of the records; another one is refused, never mixed in."""
 PART = ".part"
 """Suffix of files that are being written."""
@@ -54,7 +54,7 @@ class RunSettings(_Strict):
         device: Name of the device.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = SCHEMA
     model: str
     fingerprint: str
     dtype: str
@@ -77,16 +77,20 @@ class PolicyResult(_Strict):
 
     Attributes:
         policy: As text.
-        output: What was generated.
-        score: In [0, 1].
-        nbytes: Bytes held after compression, before the question.
+        output: What was generated; nothing where a text was scored.
+        score: By the record's metric.
+        nbytes: Bytes held after compression, before the question; in a conversation before the first one.
         dense_nbytes: Bytes of an uncompressed cache for the same tokens.
         stored_tokens: Mean rows held per compressed layer and KV head.
         rows_read: Rows read per decoded token as a share of the rows seen; equals the share stored for methods that
             evict.
-        prefill_s: Seconds to fill the cache and compress it; ``None`` where it was not measured alone.
-        ttft_s: Seconds from the empty cache to the first answer token.
+        prefill_s: Seconds to fill the cache and compress it, 0 in a later turn of a conversation; ``None`` where it was
+            not measured alone.
+        ttft_s: Seconds from the empty cache to the first answer token; from the question in a later turn of a
+            conversation, whose cache is filled already.
         tpot_s: Seconds per further token.
+        arrivals: For each token, the seconds to it from the start of ``ttft_s``, and how many characters of the output
+            stand then. The token that ends the text is one of them.
         peak_nbytes: Peak of device memory over the weights, where the device counts it.
     """
 
@@ -100,19 +104,35 @@ class PolicyResult(_Strict):
     prefill_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    arrivals: tuple[tuple[float, int], ...] | None = None
     peak_nbytes: int | None = None
 
 
 class SampleRecord(_Strict):
-    """All policies' answers to one sample."""
+    """All policies' answers to one sample.
 
-    schema_version: Literal[1] = 1
+    Attributes:
+        uid: Of the sample.
+        task: Its task.
+        length: Tokens that it was made for.
+        index: Its number.
+        query_aware: Whether policies saw the question; in a conversation the first one alone.
+        prompt_tokens: Tokens that were compressed, and those of the question and the answer prefix.
+        metric: How answers are scored: one of :func:`kvfold.eval.metrics.names`, from 0 to 1 and higher is better; or
+            ``nll``, nats per token of a text, and lower is better.
+        answers: Accepted or required strings, or the text that was scored.
+        facts: Of the sample.
+        results: By policy, in the order of the run.
+    """
+
+    schema_version: Literal[2] = SCHEMA
     uid: str
     task: str
     length: int
     index: int
     query_aware: bool
     prompt_tokens: int
+    metric: str
     answers: tuple[str, ...]
     facts: dict[str, Any]
     results: tuple[PolicyResult, ...]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-Metric = Literal["match_all", "match_any", "exact", "f1"]
-"""``match_all``: share of the answers found in the output; ``match_any``: whether one is; ``exact``: output equals an
-answer; ``f1``: best token F1 against an answer."""
+from kvfold.eval.metrics import NLL, Metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +28,8 @@ class Sample:
         answers: Accepted or required strings.
         metric: How an output is scored.
         max_new_tokens: Tokens that an answer may take.
-        facts: What a report groups by, e.g. ``{"depth": 0.5, "tokens": 4096}``.
+        facts: What a report groups by, e.g. ``{"depth": 0.5, "tokens": 4096}``. Samples in a row with the same
+            ``"group"`` and each with a ``"turn"`` are one conversation about one context.
     """
 
     task: str
@@ -46,8 +45,52 @@ class Sample:
     @property
     def uid(self) -> str:
         """Hash of everything that a model sees and is judged by: equal samples have equal names everywhere."""
-        described = json.dumps(asdict(self), sort_keys=True, ensure_ascii=True, default=str)
-        return hashlib.sha256(described.encode()).hexdigest()[:16]
+        return _uid(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSample:
+    """A text cut in two: the first part is compressed, the second is scored and never generated.
+
+    The score is the mean negative log-likelihood of the continuation's tokens, in nats: lower is better. The last token
+    of the context is fed with the continuation, so that each of its tokens is predicted from the compressed context.
+    Perplexity is ``exp`` of the score, and is not comparable between tokenizers: bits per character are, with
+    ``characters`` of the facts.
+
+    Attributes:
+        task: Name of the task.
+        index: Number of the sample within task, length and seed.
+        context: Text that is compressed.
+        continuation: Text whose tokens are scored.
+        facts: What a report groups by.
+    """
+
+    metric: ClassVar[str] = NLL
+
+    task: str
+    index: int
+    context: str
+    continuation: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def uid(self) -> str:
+        """Hash of everything in the sample."""
+        return _uid(self)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """What is expected: the continuation."""
+        return (self.continuation,)
+
+    def __iter__(self) -> Iterator[str]:
+        """Give context and continuation, so that a sample unpacks into two."""
+        return iter((self.context, self.continuation))
+
+
+def _uid(sample: Sample | TextSample) -> str:
+    described = json.dumps(asdict(sample), sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 class Task(ABC):
@@ -65,7 +108,9 @@ class Task(ABC):
     """Whether there are only so many samples."""
 
     @abstractmethod
-    def samples(self, count: int, tokens: int, seed: int, count_tokens: Callable[[str], int]) -> list[Sample]:
+    def samples(
+        self, count: int, tokens: int, seed: int, count_tokens: Callable[[str], int]
+    ) -> Sequence[Sample] | Sequence[TextSample]:
         """Make samples.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -15,6 +16,8 @@ RESAMPLES = 10_000
 CONFIDENCE = 0.95
 LEAST_PAIRS = 6
 """Fewer pairs cannot tell two sides apart at 95 %, even if all differ in the same direction."""
+_DRAWS = 2_000_000
+"""Samples drawn at once."""
 
 Verdict = Literal["lower", "higher", "not distinguishable"]
 
@@ -49,10 +52,7 @@ def compare(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Difference:
-    """Compare paired scores, task by task, with equal weight to each task.
-
-    Samples are drawn again with replacement within each task, the same ones on both sides; the interval is the middle
-    95 % of the differences so found.
+    """Compare the paired scores of one policy; see :func:`compare_all`.
 
     Args:
         scores: Per task, scores per sample.
@@ -66,31 +66,62 @@ def compare(
     Raises:
         ConfigError: If there is no task, or the sides do not pair up.
     """
-    if not scores or len(scores) != len(reference):
-        raise ConfigError(f"scores must have at least one task and pair up, got {len(scores)} and {len(reference)}")
-    deltas, means, bases = [], [], []
-    for own, other in zip(scores, reference, strict=True):
-        if len(own) != len(other) or not own:
-            raise ConfigError(f"samples must pair up and be at least one, got {len(own)} and {len(other)}")
-        a, b = np.asarray(own, dtype=np.float64), np.asarray(other, dtype=np.float64)
-        deltas.append(a - b)
-        means.append(a.mean())
-        bases.append(b.mean())
-    drawn = np.mean([_resampled(delta, seed + index, resamples) for index, delta in enumerate(deltas)], axis=0)
-    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    count = sum(map(len, scores))
-    verdict: Verdict = "higher" if low > 0 else "lower" if high < 0 else "not distinguishable"
-    if count < LEAST_PAIRS:
-        verdict = "not distinguishable"
-    return Difference(
-        mean=float(np.mean(means)),
-        reference=float(np.mean(bases)),
-        difference=float(np.mean(means) - np.mean(bases)),
-        low=float(low),
-        high=float(high),
-        count=count,
-        verdict=verdict,
-    )
+    return compare_all([scores], reference, seed=seed, resamples=resamples)[0]
+
+
+def compare_all(
+    scores: Sequence[Sequence[Sequence[float]]],
+    reference: Sequence[Sequence[float]],
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> list[Difference]:
+    """Compare paired scores of many policies, task by task, with equal weight to each task.
+
+    Samples are drawn again with replacement within each task, the same ones on both sides and for every policy; the
+    interval is the middle 95 % of the differences so found. Task ``i`` is drawn by a generator of seed ``seed + i``, so
+    that a policy's numbers do not depend on which others stand beside it.
+
+    Args:
+        scores: Per policy and task, scores per sample.
+        reference: The same samples under the policy compared with.
+        seed: Of the resampling.
+        resamples: How often samples are drawn.
+
+    Returns:
+        For each policy the difference of the means over tasks.
+
+    Raises:
+        ConfigError: If there is no task, or the sides do not pair up.
+    """
+    for own in scores:
+        if not own or len(own) != len(reference):
+            raise ConfigError(f"scores must have at least one task and pair up, got {len(own)} and {len(reference)}")
+        for found, wanted in zip(own, reference, strict=True):
+            if len(found) != len(wanted) or not found:
+                raise ConfigError(f"samples must pair up and be at least one, got {len(found)} and {len(wanted)}")
+    if not scores:
+        return []
+    bases = [np.asarray(task, dtype=np.float64) for task in reference]
+    tasks = [np.asarray(task, dtype=np.float64) for task in zip(*scores, strict=True)]
+    means = [fmean(found) for found in zip(*(task.mean(axis=1).tolist() for task in tasks), strict=True)]
+    base = fmean(task.mean() for task in bases)
+    pairs = zip(tasks, bases, strict=True)
+    drawn = np.mean([_resampled(own - other, seed + i, resamples) for i, (own, other) in enumerate(pairs)], axis=0)
+    lows, highs = _middle(drawn)
+    count = sum(map(len, bases))
+    return [
+        Difference(
+            mean=mean,
+            reference=base,
+            difference=mean - base,
+            low=float(low),
+            high=float(high),
+            count=count,
+            verdict=_verdict(float(low), float(high), count),
+        )
+        for mean, low, high in zip(means, lows, highs, strict=True)
+    ]
 
 
 def mean_interval(scores: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float, float]:
@@ -98,11 +129,33 @@ def mean_interval(scores: Sequence[float], *, seed: int = 0, resamples: int = RE
     values = np.asarray(scores, dtype=np.float64)
     if not values.size:
         raise ConfigError("scores must be at least one, got none")
-    low, high = np.quantile(_resampled(values, seed, resamples), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(values.mean()), float(low), float(high)
+    low, high = _middle(_resampled(values[None], seed, resamples))
+    return float(values.mean()), float(low[0]), float(high[0])
+
+
+def _verdict(low: float, high: float, count: int) -> Verdict:
+    if count < LEAST_PAIRS:
+        return "not distinguishable"
+    return "higher" if low > 0 else "lower" if high < 0 else "not distinguishable"
+
+
+def _middle(drawn: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Ends of the middle 95 % of each row, ``[2, rows]``."""
+    # rounded, since sums whose order depends on the number of rows must not decide whether an interval ends at 0
+    ends: NDArray[np.float64] = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=1).round(12)
+    return ends
 
 
 def _resampled(values: NDArray[np.float64], seed: int, resamples: int) -> NDArray[np.float64]:
-    """Means of samples drawn with replacement, ``[resamples]``."""
+    """Means of samples drawn with replacement, ``[rows, resamples]``; every row is drawn alike."""
+    count = values.shape[1]
+    found = np.empty((len(values), resamples))
     generator = np.random.default_rng(seed)
-    return values[generator.integers(0, len(values), (resamples, len(values)))].mean(axis=1)
+    # a part of the draws at a time, so that thousands of samples fit into memory
+    step = max(1, _DRAWS // count)
+    for at in range(0, resamples, step):
+        drawn = generator.integers(0, count, (min(step, resamples - at), count))
+        rows = np.arange(len(drawn))[:, None] * count
+        times = np.bincount((drawn + rows).ravel(), minlength=drawn.size).reshape(drawn.shape)
+        found[:, at : at + len(drawn)] = values @ times.T.astype(np.float64) / count
+    return found

@@ -25,6 +25,7 @@ from kvfold.hf.compat import placeholder_layer, versions
 from kvfold.hf.compress import compress
 from kvfold.hf.layer import LayerView
 from kvfold.hf.models import fingerprint, read_model
+from kvfold.hf.retrieve import certificate, check_retriever
 from kvfold.hf.stats import CacheStats, gather_stats
 
 DENSE = Policy()
@@ -41,6 +42,7 @@ class Cache(transformers.Cache):
         policy: What is compressed, and when.
         facts: What was read from the model's config.
         needs: What it watches while it fills.
+        offloaded: Whether rows lie in host memory.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Cache(transformers.Cache):
         policy: str | Policy = "dense",
         *,
         observe: str | Policy | Iterable[str | Policy] = (),
+        offload: bool = False,
     ):
         """Make an empty cache.
 
@@ -57,15 +60,21 @@ class Cache(transformers.Cache):
             policy: ``"dense"``, or what to compress, e.g. ``"manifoldkv(keep=0.25)"``.
             observe: Policies that forks of this cache will be compressed with later; what their methods need to have
                 seen is remembered.
+            offload: Keep rows in host memory: the device holds summaries and the newest rows, and fetches what the
+                policy's retriever chooses. First layers that read everything stay on the device.
 
         Raises:
-            ConfigError: If a policy is malformed.
+            ConfigError: If a policy is malformed, or ``offload`` is set without a retriever, or with ``observe``.
             UnsupportedError: If the model cannot be served.
         """
         self.facts = read_model(model)
         self.model, self.policy = model, build_policy(policy)
+        self.offloaded = offload
+        check_retriever(self.facts, self.policy, offload=offload)
         watched = [observe] if isinstance(observe, (str, Policy)) else list(observe)
         self.observed = tuple(build_policy(p) for p in watched)
+        if offload and self.observed:
+            raise ConfigError("observe must be left out with offload: rows in host memory are never evicted")
         asking = (self.policy, *self.observed)
         self.needs = Need.NOTHING
         for one in asking:
@@ -146,6 +155,20 @@ class Cache(transformers.Cache):
     def stats(self) -> CacheStats:
         """Measure the cache."""
         return gather_stats(self)
+
+    def certificate(self) -> Tensor:
+        """Return a bound on the error of each layer's attention output in the last decode step.
+
+        It is the retriever's own: the norm of the difference to attention over all rows that are held.
+
+        Returns:
+            Float32, ``[layers that read through the retriever, batch, q_heads]``, in order of the layers.
+
+        Raises:
+            CacheStateError: If no token has been decoded.
+            UnsupportedError: If the policy has no retriever, or its method knows no bound.
+        """
+        return certificate(self)
 
     def check(self) -> None:
         """Verify the cache's own rules; costs a pass over its positions.
@@ -244,7 +267,7 @@ class Cache(transformers.Cache):
             raise UnsupportedError(
                 "assisted decoding cannot undo evictions while decoding; build the policy without every"
             )
-        if self._prompt_until is None and self.policy.evicts:
+        if self._prompt_until is None and (self.policy.evicts or self.policy.retriever is not None):
             raise UnsupportedError(
                 "assisted decoding needs to know where the prompt ends; generate inside kvfold.attach(), or inside "
                 "cache.prompt(number_of_prompt_tokens)"
@@ -264,9 +287,12 @@ class Cache(transformers.Cache):
 
         Raises:
             CacheStateError: If the policy's method needs something that this cache did not record.
+            UnsupportedError: If the model cannot be read by query, and the policy asks for it.
         """
         if policy is not None:
-            self.policy = build_policy(policy)
+            chosen = build_policy(policy)
+            check_retriever(self.facts, chosen, offload=self.offloaded)
+            self.policy = chosen
         compress(self)
         return self
 
@@ -305,7 +331,7 @@ class Cache(transformers.Cache):
 
     def fork(self) -> Cache:
         """Return an independent copy; memory is shared until either side writes to it."""
-        copy = Cache(self.model, self.policy, observe=self.observed)
+        copy = Cache(self.model, self.policy, observe=self.observed, offload=self.offloaded)
         copy.needs, copy.query_window = self.needs, self.query_window
         copy.context_ids, copy.replay_prompt = self.context_ids, self.replay_prompt
         for mine, theirs in zip(self.views, copy.views, strict=True):
@@ -356,12 +382,13 @@ class Cache(transformers.Cache):
         io.write(path, tensors or {_EMPTY: torch.zeros(1)}, header)
 
     @classmethod
-    def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
+    def load(cls, path: str | Path, model: PreTrainedModel, *, offload: bool = False) -> Cache:
         """Read a cache that :meth:`save` wrote.
 
         Args:
             path: The file.
             model: The model that the cache was made with; another one is refused.
+            offload: As for a new cache; a file does not say where rows lay.
 
         Returns:
             The cache, on the devices of the model's layers.
@@ -375,7 +402,7 @@ class Cache(transformers.Cache):
                 f"{str(path)!r} belongs to another model (config or weights differ); load the model that it was "
                 "saved with"
             )
-        cache = cls(model, header["policy"], observe=header["observe"])
+        cache = cls(model, header["policy"], observe=header["observe"], offload=offload)
         cache.context_ids, cache.replay_prompt = tensors.get("context_ids"), tensors.get("replay_prompt")
         devices = feeding.layer_devices(model, len(cache.facts.layers))
         for view in cache.views:
@@ -387,7 +414,7 @@ class Cache(transformers.Cache):
                     f"{str(path)!r} was saved in another dtype than the model's {model.dtype}; load the model in "
                     "that dtype"
                 )
-            restore_layer(view.core, placed, header["layers"].get(str(index), {}))
+            restore_layer(view.core, placed, header["layers"].get(str(index), {}), cache.policy)
         return cache
 
     # the protocol of transformers -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.cache.layer import CacheLayer
+from kvfold.cache.reading import reader
 from kvfold.cache.spec import AttentionCall, LayerSpec
 from kvfold.core.errors import CacheStateError, ShapeError, UnsupportedError
 from kvfold.core.types import Need, Visibility
@@ -48,7 +49,8 @@ class LayerView(CacheLayerMixin):
         # a strong reference back would keep a dropped cache's memory until the next garbage collection
         self._owner, self.kind = weakref.ref(owner), kind
         self.is_sliding = not visibility.is_full
-        self.core = CacheLayer(spec, owner.needs, owner.query_window)
+        on_host = owner.offloaded and reader(owner.policy, spec) is not None
+        self.core = CacheLayer(spec, owner.needs, owner.query_window, on_host=on_host)
         self._pending = False
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._extras: dict[str, Any] | None = None
@@ -175,7 +177,8 @@ class LayerView(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.core = CacheLayer(self.core.spec, self.core.needs, self.core.query_window)
+        before = self.core
+        self.core = CacheLayer(before.spec, before.needs, before.query_window, on_host=before.on_host)
         self._pending = False
 
     def offload(self) -> None:

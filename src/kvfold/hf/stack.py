@@ -2,6 +2,10 @@
 
 The rows of all caches are copied side by side, padded to the longest head with rows that no query sees, and new tokens
 go to a common tail. Attention merges both groups. Decoding ten caches costs one forward call per token instead of ten.
+
+Where a policy has a retriever, the first call and every call of several tokens reads everything: it is the question.
+Single tokens after it read what they choose of the rows, and the whole tail. Such caches stand first in the batch, one
+method after the other; callers see their own order.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from kvfold.core.errors import CacheStateError, ConfigError, UnsupportedError
 from kvfold.hf.attention import CacheLength, tag
 from kvfold.hf.cache import Cache
 from kvfold.hf.compat import cache_kwarg
-from kvfold.kernels.attention import attend, join_sinks, merge
+from kvfold.hf.stack_read import Readers, grouped
+from kvfold.kernels.attention import AttentionOutput, attend, join_sinks, merge
 
 _ALIGN = 16  # rows are padded to a multiple, as fused attention with a bias wants it
 
@@ -53,18 +58,39 @@ class StackedCache(transformers.Cache):
             )
         self.model = model
         self.seen = torch.tensor([cache.seen_tokens[0] for cache in caches])
-        lanes = [[cache.views[index].core.lanes[0] for cache in caches] for index in range(len(facts.layers))]
-        super().__init__(layers=[_StackedLayer(self, own) for own in lanes])
+        self._order, groups = grouped(caches)
+        self._moved = self._order != sorted(self._order)
+        self._steps = _Steps()
+        self._fresh: Tensor | None = None
+        self._placed: tuple[Tensor, Tensor, Tensor] | None = None
+        count = len(facts.layers)
+        lanes = [[caches[number].views[index].core.lanes[0] for number in self._order] for index in range(count)]
+        super().__init__(
+            layers=[_StackedLayer(self, own, Readers.of(groups, own, index, count)) for index, own in enumerate(lanes)]
+        )
 
     def positions(self, valid: Tensor) -> Tensor:
         """Return the positions of new tokens, ``[batch, count]``, from which of them are real."""
-        before = self.seen.to(valid.device) + (0 if self.valid is None else self.valid.sum(1))
+        before = self._on(valid.device)[0] + (0 if self.valid is None else self.valid.sum(1))
         return (before[:, None] + valid.long().cumsum(1) - 1).clamp_min(0)
 
     @property
     def valid(self) -> Tensor | None:
         """Which columns of the tail are real, ``[batch, columns]``."""
-        return cast(_StackedLayer, self.layers[0]).valid
+        valid = self._stacked[0].valid
+        return valid if valid is None or not self._moved else valid[self._on(valid.device)[2]]
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens seen, the cache of each row and the row of each cache; copied once, as a copy waits."""
+        if self._placed is None or self._placed[0].device != device:
+            order = torch.tensor(self._order)
+            seen, order, rows = (t.to(device) for t in (self.seen, order, order.argsort()))
+            self._placed = seen, order, rows
+        return self._placed
+
+    @property
+    def _stacked(self) -> list[_StackedLayer]:
+        return cast("list[_StackedLayer]", self.layers)
 
     @property
     def columns(self) -> int:
@@ -72,27 +98,92 @@ class StackedCache(transformers.Cache):
         return self.get_seq_length()
 
     @torch.no_grad()
-    def feed(self, input_ids: Tensor, valid: Tensor) -> Tensor:
+    def feed(self, input_ids: Tensor, valid: Tensor, counted: Tensor | None = None) -> Tensor:
         """Feed tokens to every sequence.
 
         Args:
             input_ids: ``[batch, count]``.
             valid: Which of them are real, bool, same shape; padding stands on the left.
+            counted: Sequences whose reads count in :meth:`rows_read`, bool, ``[batch]``: those whose answer has not
+                ended; all if left out.
 
         Returns:
             Logits of the last column, ``[batch, vocabulary]``.
         """
-        past = valid.new_ones(valid.shape[0], 0) if self.valid is None else self.valid
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=torch.cat((past, valid), dim=1).long(),
-            position_ids=self.positions(valid),
-            use_cache=True,
-            logits_to_keep=1,
-            **{cache_kwarg(): self},
-        )
+        positions, (_, order, rows) = self.positions(valid), self._on(valid.device)
+        if self._moved:
+            input_ids, valid, positions = input_ids[order], valid[order], positions[order]
+            counted = None if counted is None else counted[order]
+        self._steps.counted = counted
+        past = self._stacked[0].valid
+        if past is not None and valid.shape[1] == 1 and self._stacked[-1].readers.count:
+            self._steps.add(torch.cat((past, valid), dim=1), counted)
+        # the layers take the mask from here: one given to the model would be read by the host in every step
+        self._fresh = valid
+        try:
+            output = self.model(
+                input_ids=input_ids,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=1,
+                **{cache_kwarg(): self},
+            )
+        finally:
+            self._fresh = None
         logits: Tensor = output.logits[:, -1]
-        return logits
+        return logits[rows] if self._moved else logits
+
+    def rows_read(self) -> list[float]:
+        """Return the share of the rows held that each sequence has read per decoded token; waits for the device.
+
+        A mean that stands for its rows counts as one row. The question is not counted, as it reads everything.
+
+        Returns:
+            One share per sequence; 1 for one that reads everything, or decoded nothing.
+        """
+        return self._shares(0)
+
+    def rows_scored(self) -> list[float]:
+        """Return likewise the clusters that were looked at, per row held."""
+        return self._shares(1)
+
+    def _shares(self, which: int) -> list[float]:
+        steps, tail = self._steps.numbers(len(self._order))
+        found: list[list[float]] = [[0.0, 0.0] for _ in self._order]
+        for layer in self._stacked:
+            chosen = layer.readers.totals()[which].tolist()
+            for row, held in enumerate(layer.held):
+                everything = held * steps[row] + layer.heads * tail[row]
+                read = 0 if which else everything
+                if row < layer.readers.count:
+                    read = chosen[row]
+                    if not which:
+                        read += layer.readers.left[row] * steps[row] + layer.heads * tail[row]
+                found[row][0] += read
+                found[row][1] += everything
+        shares = [read / held if held else float(not which) for read, held in found]
+        return [share for _, share in sorted(zip(self._order, shares, strict=True))]
+
+
+class _Steps:
+    """Decode steps of a stack, per row: how many, and how many rows of the tail they read; on the device."""
+
+    def __init__(self) -> None:
+        self.counted: Tensor | None = None
+        self._sums: Tensor | None = None
+
+    def add(self, valid: Tensor, counted: Tensor | None) -> None:
+        """Add a step whose tail has the given columns."""
+        weight = valid.new_ones(valid.shape[0]) if counted is None else counted
+        found = torch.stack((weight.long(), valid.sum(1) * weight))
+        self._sums = found if self._sums is None else self._sums + found
+
+    def numbers(self, batch: int) -> tuple[list[int], list[int]]:
+        """Return steps and rows of the tail, per row."""
+        if self._sums is None:
+            return [0] * batch, [0] * batch
+        steps, rows = self._sums.tolist()
+        return steps, rows
 
 
 class _StackedLayer(transformers.cache_utils.CacheLayerMixin):
@@ -103,15 +194,19 @@ class _StackedLayer(transformers.cache_utils.CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, owner: StackedCache, lanes: list[Lane]):
+    def __init__(self, owner: StackedCache, lanes: list[Lane], readers: Readers):
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = weakref.ref(owner)
+        self.readers = readers
+        self.held = [lane.store.total_rows for lane in lanes]
+        self.heads = lanes[0].store.kv_heads
         stores = [lane.store for lane in lanes]
         width = -(-max(store.longest for store in stores) // _ALIGN) * _ALIGN
-        like, heads = stores[0].keys, stores[0].kv_heads
-        self.rows_k = like.new_zeros(len(stores), heads, width, like.shape[-1])
-        self.rows_v = like.new_zeros(len(stores), heads, width, stores[0].values.shape[-1])
-        self.bias = like.new_full((len(stores), heads, width), -torch.inf)
+        like, heads, device = stores[0].keys, stores[0].kv_heads, stores[0].device
+        shape = (len(stores), heads, width)
+        self.rows_k = like.new_zeros((*shape, like.shape[-1]), device=device)
+        self.rows_v = like.new_zeros((*shape, stores[0].values.shape[-1]), device=device)
+        self.bias = like.new_full(shape, -torch.inf, device=device)
         for index, store in enumerate(stores):
             if store.is_uniform:
                 count = store.longest
@@ -152,21 +247,43 @@ class _StackedLayer(transformers.cache_utils.CacheLayerMixin):
         del module
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         batch, _, count, _ = query.shape
+        owner = self._owner()
+        valid = owner._fresh if valid is None and owner is not None else valid
         fresh = query.new_ones(batch, count, dtype=torch.bool) if valid is None else valid.to(query.device)
         self.tail_k = key if self.tail_k is None else torch.cat((self.tail_k, key), dim=2)
         self.tail_v = value if self.tail_v is None else torch.cat((self.tail_v, value), dim=2)
         self.valid = fresh if self.valid is None else torch.cat((self.valid, fresh), dim=1)
+        self.readers.note(value, fresh)
         visible = self.valid[:, None, :].expand(-1, count, -1)
+        # the first call is the question, whatever its length
+        chosen = self.readers.count if count == 1 and self.valid.shape[1] > 1 else 0
         if count > 1:
             width = self.valid.shape[1]
             causal = torch.ones(count, width, dtype=torch.bool, device=query.device).tril(width - count)
             visible = visible & causal
-        parts = [
-            attend(query, self.rows_k, self.rows_v, scale=scale, bias=self.bias, softcap=softcap),
-            attend(query, self.tail_k, self.tail_v, scale=scale, mask=visible, softcap=softcap),
-        ]
-        part = merge(parts)
-        return (part if sinks is None else join_sinks(part, sinks)).output
+        tail = attend(query, self.tail_k, self.tail_v, scale=scale, mask=visible, softcap=softcap)
+        found = []
+        if chosen:
+            own = slice(0, chosen)
+            found.append(
+                self.readers.attend(
+                    query[own],
+                    self.rows_k[own],
+                    self.rows_v[own],
+                    AttentionOutput(tail.output[own], tail.lse[own]),
+                    scale=scale,
+                    sinks=sinks,
+                    counted=None if owner is None else owner._steps.counted,
+                )
+            )
+        if chosen < batch:
+            own = slice(chosen, None)
+            rows = attend(
+                query[own], self.rows_k[own], self.rows_v[own], scale=scale, bias=self.bias[own], softcap=softcap
+            )
+            part = merge([rows, AttentionOutput(tail.output[own], tail.lse[own])])
+            found.append((part if sinks is None else join_sinks(part, sinks)).output)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def get_seq_length(self) -> int:
         """Return the tokens fed to the stack, padding included."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvfold.hf.retrieve import read_shares
+
 if TYPE_CHECKING:
     from kvfold.hf.cache import Cache
 
@@ -16,6 +18,7 @@ class CacheStats:
     Attributes:
         policy: The policy as text.
         nbytes: Bytes of every tensor held.
+        host_nbytes: Those of them that lie in host memory because the cache is offloaded.
         dense_nbytes: Bytes of an uncompressed cache for the same tokens.
         compression_ratio: ``1 - nbytes / dense_nbytes``: the share of bytes that is gone; below 0 where bookkeeping
             outweighs it.
@@ -27,6 +30,11 @@ class CacheStats:
         compressed_layers: Indices of the layers that the policy acts on.
         passed_layers: Indices of the layers that it cannot act on (sliding, chunked or shared), which are kept as they
             are.
+        rows_scored: With a retriever, once a token was decoded: clusters looked at per row held, over the layers that
+            the policy acts on and all decode steps since the policy was set; ``None`` otherwise.
+        rows_read: Likewise, rows read per row held; a mean that stands for its rows counts as one row.
+        bytes_read: Likewise, bytes read, summaries included, per byte that an uncompressed cache would have read; over
+            all layers, those that read everything at their full bytes.
     """
 
     policy: str
@@ -40,6 +48,10 @@ class CacheStats:
     stored_max: int
     compressed_layers: tuple[int, ...]
     passed_layers: tuple[int, ...]
+    rows_scored: float | None = None
+    rows_read: float | None = None
+    bytes_read: float | None = None
+    host_nbytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts as plain data, ready for JSON."""
@@ -76,4 +88,6 @@ def gather_stats(cache: Cache) -> CacheStats:
         stored_max=max(heads, default=0),
         compressed_layers=tuple(core.spec.layer_idx for core in compressed),
         passed_layers=tuple(passed),
+        host_nbytes=sum(lane.store.nbytes for core in compressed for lane in core.lanes if lane.store.on_host),
+        **({} if (shares := read_shares(cache)) is None else shares._asdict()),
     )

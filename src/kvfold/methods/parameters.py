@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvfold.core.errors import ConfigError, must_be
 
 
-def check_whole(name: str, value: object, least: int, fix: str) -> None:
+def check_whole(name: str, value: object, least: int, fix: str, *, most: int | None = None) -> None:
     """Refuse anything but a whole number of at least ``least``.
 
     Args:
@@ -16,12 +16,15 @@ def check_whole(name: str, value: object, least: int, fix: str) -> None:
         value: What was given.
         least: Smallest valid value.
         fix: What to do about it.
+        most: Largest valid value, if there is one.
 
     Raises:
         ConfigError: If the value breaks the rule.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(must_be(name, f"a whole number of at least {least}", value, fix))
+    valid = isinstance(value, int) and not isinstance(value, bool)
+    if not valid or value < least or (most is not None and value > most):  # type: ignore[operator]
+        rule = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(must_be(name, f"a whole number {rule}", value, fix))
 
 
 def check_real(name: str, value: object, low: float, high: float, fix: str) -> None:

@@ -16,6 +16,8 @@ _DECIDING = ("fingerprint", "dtype", "template", "max_new_tokens")
 """Settings that make two runs two experiments."""
 _TOLD = ("versions", "device", "chunk_size")
 """Settings that may differ; the page says so."""
+_TIMES = ("prefill_s", "ttft_s", "tpot_s", "arrivals")
+"""What was measured with a clock."""
 
 
 class Run(NamedTuple):
@@ -119,7 +121,7 @@ def gather(folders: Sequence[str | Path]) -> Evidence:
                 )
             for result in record.results:
                 if settings.device != timed_on:
-                    result = result.model_copy(update={"prefill_s": None, "ttft_s": None, "tpot_s": None})
+                    result = result.model_copy(update=dict.fromkeys(_TIMES))
                 before = asked.results.get(result.policy)
                 asked.results[result.policy] = result if before is None else _with_times(before, result)
                 twice += before is not None
@@ -168,10 +170,13 @@ def _check_mergeable(folder: str, settings: RunSettings, runs: Sequence[Run]) ->
 
 
 def _with_times(first: PolicyResult, later: PolicyResult) -> PolicyResult:
-    """Add a later run's times to a result that was not timed."""
+    """Add a later run's times to a result that was not timed; arrivals only if they are those of the same text."""
     if first.ttft_s is not None or later.ttft_s is None:
         return first
-    return first.model_copy(update={"prefill_s": later.prefill_s, "ttft_s": later.ttft_s, "tpot_s": later.tpot_s})
+    times = {name: getattr(later, name) for name in _TIMES}
+    if first.output != later.output:
+        times["arrivals"] = None
+    return first.model_copy(update=times)
 
 
 def _notes(runs: Sequence[Run]) -> list[str]:

@@ -1,23 +1,19 @@
-"""One self-contained page: it opens from a file, offline, and its policy of contents forbids every request."""
+"""One self-contained page of runs: fronts, depths, tables, replay and single answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import PurePath
 
 from kvfold._version import __version__
-from kvfold.core.errors import MissingExtraError
 from kvfold.report import page_answers, page_sections
 from kvfold.report import page_words as words
 from kvfold.report.figures.depths import depth_grids
-from kvfold.report.figures.palette import css
 from kvfold.report.merge import Evidence
 from kvfold.report.page_data import page_data
-from kvfold.report.page_markup import Markup, data_script, script, tag
+from kvfold.report.page_markup import Markup, tag
+from kvfold.report.page_shell import write_document
 from kvfold.report.summary import Summary
-
-_TEMPLATES = "kvfold.report"
 
 
 def build_page(evidence: Evidence, summary: Summary) -> str:
@@ -33,27 +29,10 @@ def build_page(evidence: Evidence, summary: Summary) -> str:
     Raises:
         MissingExtraError: If plotly is not installed.
     """
-    scripts = [script(code) for code in (_plotly(), *map(_template, ("fronts.js", "answers.js")))]
-    allowed = " ".join(source for _, source in scripts)
-    policy = (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
-        "form-action 'none'"
-    )
     model = evidence.runs[0].settings.model
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="generator", content=f"kvfold {__version__}"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", f"kvfold report: {_short_name(model)}"),
-        Markup(f"<style>{css()}{_template('page.css')}</style>"),
-    )
     links = [tag("a", title, href=f"#{key}") for key, title in page_sections.TITLES.items()]
-    body = tag(
-        "body",
-        tag("a", "Skip to the content", href="#content", class_="skip"),
+    return write_document(
+        f"kvfold report: {_short_name(model)}",
         _header(evidence),
         tag("nav", links, aria_label="Sections"),
         tag(
@@ -69,10 +48,10 @@ def build_page(evidence: Evidence, summary: Summary) -> str:
             id="content",
         ),
         tag("footer", tag("p", f"Written by kvfold {__version__}. Every number was measured on the runs named above.")),
-        data_script("kvfold-data", page_data(evidence, summary)),
-        [element for element, _ in scripts],
+        data=page_data(evidence, summary),
+        codes=("fronts.js", "answers.js"),
+        sheets=("page.css",),
     )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
 def _header(evidence: Evidence) -> Markup:
@@ -106,16 +85,3 @@ def _each(values: Iterable[str]) -> str:
 
 def _short_name(model: str) -> str:
     return PurePath(model).name or model
-
-
-def _template(name: str) -> str:
-    return files(_TEMPLATES).joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise MissingExtraError("the page needs plotly; pip install 'kvfold[report]'") from error
-    code: str = get_plotlyjs()
-    return code

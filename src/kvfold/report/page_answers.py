@@ -29,19 +29,18 @@ def replay(evidence: Evidence) -> Markup:
     Returns:
         The section; a sentence where nothing was timed.
     """
-    timed = [sample for sample in evidence.samples if _policies(sample)]
+    timed = [sample for sample in evidence.samples if replayed(sample)]
     if not timed:
         sentence = (
             "Arrival times were not measured in these runs: that takes kvfold eval --mode alone, in which each policy "
             "answers by itself."
         )
         return section("replay", tag("p", sentence, class_="quiet"))
-    there = {policy for sample in timed for policy in _policies(sample)}
+    there = {policy for sample in timed for policy in replayed(sample)}
     options = [(policy, policy) for policy in evidence.policies if policy in there]
     text = (
-        "Two answers to one sample, arriving as they were timed: the first piece after the measured time to the first "
-        "token, one more per measured time per token. A record holds these two times and the text, not the bounds of "
-        "tokens, so the text is cut into pieces of at most five letters."
+        "Two answers to one sample, each token at the moment at which it came. The clock starts with the empty cache; "
+        "in a later turn of a conversation, whose cache is filled already, with the question."
     )
     choices = tag(
         "div",
@@ -64,9 +63,9 @@ def replay(evidence: Evidence) -> Markup:
     return section("replay", tag("p", text), choices, play, columns, status)
 
 
-def _policies(sample: Asked) -> list[str]:
-    """Policies whose answer was timed, if one of them can be set beside another."""
-    timed = [name for name, result in sample.results.items() if result.ttft_s is not None]
+def replayed(sample: Asked) -> list[str]:
+    """Policies whose answer was timed token by token, if one of them can be set beside another."""
+    timed = [name for name, result in sample.results.items() if result.arrivals]
     return timed if len(timed) > 1 or DENSE in timed else []
 
 

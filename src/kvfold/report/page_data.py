@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from kvfold.eval.metrics import NLL
 from kvfold.report import page_words as words
 from kvfold.report.figures.fronts import TEMPLATE, front
 from kvfold.report.figures.palette import DASHES, SYMBOLS, Style, styles
 from kvfold.report.merge import DENSE, Asked, Evidence
+from kvfold.report.page_answers import replayed
 from kvfold.report.page_tables import anchor
 from kvfold.report.summary import Row, Summary
 
 LONGEST = 4000
 """Characters of an output that the page holds; a longer one is cut and says so."""
+_SCORED = "(scored, not generated)"
 
 
 def page_data(evidence: Evidence, summary: Summary) -> dict[str, Any]:
@@ -82,14 +86,16 @@ def _answers(evidence: Evidence) -> dict[str, Any]:
 
 def _sample(asked: Asked, policies: dict[str, int], texts: dict[str, int]) -> dict[str, Any]:
     record = asked.record
+    shown = replayed(asked)
     results = [
         [
             policies[name],
-            texts.setdefault(_cut(result.output), len(texts)),
+            texts.setdefault(_SCORED if record.metric == NLL else _cut(result.output), len(texts)),
             words.score(result.score),
             words.percent(result.nbytes / result.dense_nbytes),
             result.ttft_s,
             result.tpot_s,
+            _steps(result.arrivals) if shown else None,
         ]
         for name, result in sorted(asked.results.items(), key=lambda item: policies[item[0]])
     ]
@@ -104,6 +110,18 @@ def _sample(asked: Asked, policies: dict[str, int], texts: dict[str, int]) -> di
         "answers": list(record.answers),
         "results": results,
     }
+
+
+def _steps(arrivals: Sequence[tuple[float, int]] | None) -> list[int] | None:
+    """Pack arrivals: for each token a tenth of milliseconds and characters, both counted from the token before."""
+    if not arrivals:
+        return None
+    packed, moment, shown = [], 0, 0
+    for seconds, characters in arrivals:
+        now = round(seconds * 1e4)
+        packed += [now - moment, characters - shown]
+        moment, shown = now, characters
+    return packed
 
 
 def _cut(output: str) -> str:

@@ -53,15 +53,15 @@ def short(summary: Summary) -> Markup:
 def _finding(place: Place, rows: Sequence[Row]) -> list[Child]:
     where = tag("b", f"{place.length:,} tokens, {words.awareness(place.query_aware)}: ")
     others = [row for row in rows if row.difference is not None]
-    good = [row for row in others if row.difference and row.difference.verdict != "lower" and row.share < 1]
+    good = [row for row in others if row.outcome != "worse" and row.share < 1]
     if not others:
         return [where, "only dense was run."]
-    best = min(good, key=lambda row: row.share) if good else max(others, key=lambda row: row.mean)
+    best = min(good, key=lambda row: row.share) if good else max(others, key=lambda row: row.worth)
     numbers = (
         f" holds {words.percent(best.share)} of the bytes ({words.factor(best.factor)} smaller) and scores "
         f"{words.score(best.mean)}, {words.verdict(best)}: {words.difference(best)}, n = {best.count}."
     )
-    lead = "" if good else "every compressed policy scored lower than dense; the least loss: "
+    lead = "" if good else "every compressed policy scored worse than dense; the least loss: "
     return [where, lead, tag("code", best.policy), numbers]
 
 
@@ -149,7 +149,8 @@ def tables(summary: Summary) -> Markup:
     parts = [score_table(summary, whole, "All tasks, equal weight per task")]
     for task in dict.fromkeys(place.task for place in summary.places if place.task is not None):
         own = [place for place in summary.places if place.task == task]
-        parts.append(tag("details", tag("summary", task), score_table(summary, own, f"Task {task}")))
+        texts = ", nats per token, lower is better" if summary.rows[own[0]][0].lower_is_better else ""
+        parts.append(tag("details", tag("summary", task), score_table(summary, own, f"Task {task}{texts}")))
     return section("tables", tag("p", text), parts)
 
 

@@ -12,6 +12,8 @@ from kvfold.report.page_markup import Child, Markup, tag
 from kvfold.report.summary import Place, Row, Summary
 
 _MARKS = {"lower": "\N{BLACK DOWN-POINTING TRIANGLE}", "higher": "\N{BLACK UP-POINTING TRIANGLE}"}
+_COLOURS = {"worse": "lower", "better": "higher", "not distinguishable": "not", None: "reference"}
+"""Classes of the page's style, named after scores of which higher is better."""
 
 
 def anchor(place: Place) -> str:
@@ -59,14 +61,15 @@ def score_table(summary: Summary, places: Sequence[Place], caption: str) -> Mark
 def _row(row: Row, timed: bool) -> Markup:
     found = row.difference.verdict if row.difference is not None else None
     mark = _MARKS.get(found or "")
+    extra = f", {words.perplexity(row)}" if row.lower_is_better else ""
     sign = None if mark is None else tag("span", mark + " ", aria_hidden="true")
     cells = [
         tag("th", breakable(row.policy), scope="row", class_="policy"),
         tag("td", words.awareness(row.place.query_aware)),
         tag("td", str(row.count), class_="number"),
-        tag("td", words.score(row.mean), tag("span", f" {words.interval(row.low, row.high)}", class_="ci")),
+        tag("td", words.score(row.mean), tag("span", f" {words.interval(row.low, row.high)}{extra}", class_="ci")),
         tag("td", words.difference(row)),
-        tag("td", sign, words.verdict(row), class_=f"verdict {(found or 'reference').split()[0]}"),
+        tag("td", sign, words.verdict(row), class_=f"verdict {_COLOURS[row.outcome]}"),
         tag("td", words.percent(row.share), class_="number"),
         tag("td", words.factor(row.factor), class_="number"),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvfold.eval.stats import LEAST_PAIRS
 from kvfold.report.summary import Place, Row
 
@@ -26,6 +28,16 @@ def place_words(place: Place) -> str:
 def score(value: float) -> str:
     """Write a score."""
     return f"{value:.3f}"
+
+
+def scale(row: Row) -> str:
+    """Name what scores are counted in."""
+    return "Nats per token, lower is better" if row.lower_is_better else "Mean score"
+
+
+def perplexity(row: Row) -> str:
+    """Write the perplexity of texts."""
+    return f"perplexity {math.exp(row.mean):.2f}"
 
 
 def interval(low: float, high: float) -> str:
@@ -63,7 +75,10 @@ def verdict(row: Row) -> str:
     found = row.difference.verdict
     if row.count < LEAST_PAIRS:
         return "not distinguishable from dense (too few samples)"
-    return f"{found} from dense" if found == "not distinguishable" else f"{found} than dense"
+    if found == "not distinguishable":
+        return f"{found} from dense"
+    # where lower is better, the direction alone would mislead
+    return f"{found} than dense" + (f", {row.outcome}" if row.lower_is_better else "")
 
 
 def difference(row: Row) -> str:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvfold.core.errors import ConfigError
 from kvfold.core.parse import Call, parse_calls
+from kvfold.eval.metrics import NLL
 from kvfold.eval.record import PolicyResult
-from kvfold.eval.stats import Difference, compare
+from kvfold.eval.stats import Difference, compare_all
 from kvfold.report.merge import DENSE, Asked, Evidence
 
 _BUDGETS = ("keep", "tau", "rank")
 """Parameters along which one line of a plot runs."""
+Outcome = Literal["worse", "better", "not distinguishable"]
 
 
 class Place(NamedTuple):
-    """Where something was measured; ``task`` is ``None`` for all tasks with equal weight."""
+    """Where something was measured; ``task`` is ``None`` for all tasks with equal weight.
+
+    Texts are scored in nats per token and not from 0 to 1: where others were asked, they are not among all tasks.
+    """
 
     task: str | None
     length: int
@@ -56,10 +61,12 @@ class Row:
         share: Bytes held, measured, as a share of the dense cache's.
         factor: Its inverse.
         rows_read: Mean share of rows read per decoded token.
-        ttft_s: Median time to the first token; mean of the tasks' medians.
-        tpot_s: The same of the time per further token.
+        ttft_s: Median time from the empty cache to the first token, later turns of conversations left out; mean of the
+            tasks' medians.
+        tpot_s: Median time per further token; mean of the tasks' medians.
         timed: Samples with times.
-        front: Whether no policy here holds no more bytes and scores no less, one of them strictly.
+        lower_is_better: Whether the scores are nats per token of a text.
+        front: Whether no policy here holds no more bytes and scores no worse, one of them strictly.
     """
 
     place: Place
@@ -75,7 +82,22 @@ class Row:
     ttft_s: float | None
     tpot_s: float | None
     timed: int
+    lower_is_better: bool = False
     front: bool = False
+
+    @property
+    def worth(self) -> float:
+        """The mean score; turned over where lower is better, so that higher always is."""
+        return -self.mean if self.lower_is_better else self.mean
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What the difference to dense means; ``None`` for dense."""
+        if self.difference is None:
+            return None
+        if self.difference.verdict == "not distinguishable":
+            return "not distinguishable"
+        return "worse" if (self.difference.verdict == "lower") != self.lower_is_better else "better"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,24 +147,31 @@ def summarize(evidence: Evidence, progress: Callable[[int, int], None] | None = 
     order = {task.name: i for i, task in enumerate(t for run in evidence.runs for t in run.settings.tasks)}
     single = sorted(cells, key=lambda p: (order.get(str(p.task), len(order)), str(p.task), p.length, p.query_aware))
     overall = sorted({Place(None, place.length, place.query_aware) for place in single}, key=lambda p: p[1:])
-    notes = list(evidence.notes)
+    notes, policies = list(evidence.notes), evidence.policies
+    if any({"group", "turn"} <= sample.record.facts.keys() for sample in evidence.samples):
+        notes.append("Each turn of a conversation counts as a sample; intervals take turns for independent.")
     rows: dict[Place, tuple[Row, ...]] = {}
     places = (*overall, *single)
     for done, place in enumerate(places):
         if progress is not None:
             progress(done, len(places))
         tasks = [cells[place]] if place.task is not None else [cells[p] for p in single if p[1:] == place[1:]]
-        found = []
-        for policy in evidence.policies:
+        asked = [task for task in tasks if not _lower_is_better(task)]
+        if asked and len(asked) < len(tasks):
+            notes.append("Texts are scored in nats per token, lower is better; they are in no row of all tasks.")
+        tasks = asked or tasks
+        answers: dict[str, list[list[Asked]]] = {}
+        for policy in policies:
             answered = [[sample for sample in task if policy in sample.results] for task in tasks]
             if all(answered):
-                found.append(_row(place, policy, answered))
+                answers[policy] = answered
             elif any(answered):
                 where = "with" if place.query_aware else "without"
                 notes.append(
                     f"{policy} did not answer every task at {place.length} tokens {where} the question; it has no "
                     "overall row there."
                 )
+        found = _rows(place, answers)
         rows[place] = _mark_front(found)
         if len({row.count for row in found}) > 1 and place.task is not None:
             notes.append(f"Policies answered different numbers of samples of {place.task} at {place.length} tokens.")
@@ -151,11 +180,28 @@ def summarize(evidence: Evidence, progress: Callable[[int, int], None] | None = 
     return Summary(places, rows, tuple(dict.fromkeys(notes)))
 
 
-def _row(place: Place, policy: str, tasks: Sequence[Sequence[Asked]]) -> Row:
+def _lower_is_better(task: Sequence[Asked]) -> bool:
+    return task[0].record.metric == NLL
+
+
+def _rows(place: Place, answers: Mapping[str, Sequence[Sequence[Asked]]]) -> list[Row]:
+    """Make the rows of a place; policies that answered the same samples are compared together."""
+    alike: dict[tuple[tuple[int, ...], ...], list[str]] = defaultdict(list)
+    for policy, tasks in answers.items():
+        alike[tuple(tuple(map(id, task)) for task in tasks)].append(policy)
+    found: dict[str, Row] = {}
+    for policies in alike.values():
+        tasks = answers[policies[0]]
+        scores = [[[sample.results[policy].score for sample in task] for task in tasks] for policy in policies]
+        means = compare_all(scores, [[0.0] * len(task) for task in tasks])
+        gaps = compare_all(scores, [[sample.results[DENSE].score for sample in task] for task in tasks])
+        for policy, mean, gap in zip(policies, means, gaps, strict=True):
+            found[policy] = _row(place, policy, tasks, mean, None if policy == DENSE else gap)
+    return [found[policy] for policy in answers]
+
+
+def _row(place: Place, policy: str, tasks: Sequence[Sequence[Asked]], own: Difference, gap: Difference | None) -> Row:
     results = [[sample.results[policy] for sample in task] for task in tasks]
-    scores = [[result.score for result in task] for task in results]
-    reference = [[sample.results[DENSE].score for sample in task] for task in tasks]
-    own = compare(scores, [[0.0] * len(task) for task in scores])
     share = statistics.fmean(_share(task) for task in results)
     return Row(
         place=place,
@@ -164,13 +210,14 @@ def _row(place: Place, policy: str, tasks: Sequence[Sequence[Asked]]) -> Row:
         low=own.low,
         high=own.high,
         count=own.count,
-        difference=None if policy == DENSE else compare(scores, reference),
+        difference=gap,
         share=share,
         factor=1 / share,
         rows_read=statistics.fmean(statistics.fmean(result.rows_read for result in task) for task in results),
-        ttft_s=_median([[result.ttft_s for result in task] for task in results]),
+        ttft_s=_median([[result.ttft_s if result.prefill_s else None for result in task] for task in results]),
         tpot_s=_median([[result.tpot_s for result in task] for task in results]),
         timed=sum(result.tpot_s is not None for task in results for result in task),
+        lower_is_better=_lower_is_better(tasks[0]),
     )
 
 
@@ -187,7 +234,7 @@ def _median(tasks: Sequence[Sequence[float | None]]) -> float | None:
 def _mark_front(rows: Sequence[Row]) -> tuple[Row, ...]:
     def beaten(row: Row) -> bool:
         return any(
-            other.share <= row.share and other.mean >= row.mean and (other.share, other.mean) != (row.share, row.mean)
+            other.share <= row.share and other.worth >= row.worth and (other.share, other.mean) != (row.share, row.mean)
             for other in rows
         )
 

@@ -10,6 +10,7 @@ import kvfold
 from kvfold.core import catalogue
 from kvfold.core.errors import ConfigError, DataError
 from kvfold.core.interfaces import Allocator, Evictor, ScoreContext
+from kvfold.core.retrieve import Retriever
 from kvfold.core.types import Need, Visibility
 
 
@@ -39,12 +40,13 @@ def offer(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str]) -> None:
 def test_every_entry_loads_and_describes_itself() -> None:
     for entry in kvfold.methods():
         loaded = entry.load()
-        assert issubclass(loaded, Evictor if entry.role == "evict" else Allocator)
+        assert issubclass(loaded, {"evict": Evictor, "retrieve": Retriever, "allocate": Allocator}[entry.role])
         assert entry.summary.endswith(".")
         assert isinstance(entry.needs, Need)
     names = [entry.name for entry in kvfold.methods()]
     assert len(set(names)) == len(names)
-    assert {entry.role for entry in kvfold.methods("allocate")} == {"allocate"}
+    for role in ("evict", "retrieve", "allocate"):
+        assert {entry.role for entry in kvfold.methods(role)} == {role}
 
 
 def test_an_outside_package_adds_a_method(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def read(
 
     Args:
         suite: One of :data:`SUITES`.
-        source: A file, a folder of files at any depth, or a hub id ``owner/name`` (needs ``datasets``).
+        source: A file, a folder of files at any depth, or a hub id ``owner/name`` (needs ``kvfold[suites]``).
         subsets: Only these: names of files, or of the folders that they stand in; configurations on the hub.
         split: Split on the hub, where it is not the suite's own.
         count: Only so many samples of each task, the first ones; ``None`` for all.

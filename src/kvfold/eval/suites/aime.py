@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvfold.eval.sample import Sample
-from kvfold.eval.suites.files import Row, metric
+from kvfold.eval.suites.files import Row
 
 
 def sample(row: Row, index: int) -> Sample:
@@ -35,7 +35,7 @@ def sample(row: Row, index: int) -> Sample:
         question="\nAnswer:",
         answer_prefix="",
         answers=(answer,),
-        metric=metric("boxed"),
+        metric="boxed",
         max_new_tokens=32768,
         facts={key: row.values[key] for key in ("id", "ID", "year", "Year") if key in row.values},
     )

@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from kvfold.core.errors import ConfigError, DataError, MissingExtraError, must_be
-from kvfold.eval.sample import Metric
 
 _SUFFIXES = (".jsonl", ".json")
 
@@ -80,11 +79,6 @@ class Row:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return DataError(f"{self.source}, line {self.line}: field {field!r} must be {rule}, got {shown}")
-
-
-def metric(name: str) -> Metric:
-    """Name a metric of :mod:`kvfold.eval.metrics`, which knows more of them than tasks use."""
-    return cast("Metric", name)
 
 
 def cut(template: str, values: Mapping[str, str], *, after: str = "{context}") -> tuple[str, str]:
@@ -178,7 +172,7 @@ def _of_hub(name: str, subsets: Sequence[str] | None, split: str) -> Iterator[Ro
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise MissingExtraError(
-            f"source {name!r} is no file or folder here, and a hub id needs datasets: pip install datasets"
+            f"source {name!r} is no file or folder here, and a hub id needs datasets; pip install 'kvfold[suites]'"
         ) from error
     for subset in subsets or (None,):
         for number, entry in enumerate(datasets.load_dataset(name, subset, split=split), 1):

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvfold.eval.metrics import Metric
 from kvfold.eval.sample import Sample
-from kvfold.eval.suites.files import Row, cut, metric
+from kvfold.eval.suites.files import Row, cut
 
 _PAIRS = (
     "{context}\n\nExtract the value corresponding to the specified key in the JSON object below.\n\n"
@@ -53,7 +54,7 @@ def sample(row: Row, index: int) -> Sample:
 
 
 def _made(
-    row: Row, index: int, texts: tuple[str, str, str], answers: tuple[str, ...], scored: str, room: int
+    row: Row, index: int, texts: tuple[str, str, str], answers: tuple[str, ...], scored: Metric, room: int
 ) -> Sample:
     return Sample(
         task=f"helmet/{Path(row.source).stem}",
@@ -62,7 +63,7 @@ def _made(
         question=texts[1],
         answer_prefix=texts[2],
         answers=answers,
-        metric=metric(scored),
+        metric=scored,
         max_new_tokens=room,
         facts={},
     )

@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from kvfold.eval.metrics import Metric
 from kvfold.eval.sample import Sample
-from kvfold.eval.suites.files import Row, cut, metric
+from kvfold.eval.suites.files import Row, cut
 
 _HIDDEN = "There is an important info hidden inside a lot of irrelevant text. "
 _OPTIONS = "A. {A}\nB. {B}\nC. {C}\nD. {D}\n\n"
 
-TASKS: dict[str, tuple[str, int, str]] = {
+TASKS: dict[str, tuple[Metric, int, str]] = {
     # name: (metric, tokens of an answer, prompt)
     "passkey": (
         "first_number",
@@ -123,7 +124,7 @@ def sample(row: Row, index: int) -> Sample:
         question=question,
         answer_prefix="",
         answers=_answers(row, name, scored),
-        metric=metric(scored),
+        metric=scored,
         max_new_tokens=room,
         facts={},
     )

@@ -8,8 +8,9 @@ scored by words (multifieldqa_zh, dureader, vcsum) are refused.
 from __future__ import annotations
 
 from kvfold.core.errors import UnsupportedError
+from kvfold.eval.metrics import Metric
 from kvfold.eval.sample import Sample
-from kvfold.eval.suites.files import Row, cut, metric
+from kvfold.eval.suites.files import Row, cut
 
 _PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
@@ -24,7 +25,7 @@ _ARTICLE = (
     'or "unanswerable". Do not provide any explanation.\n\n'
 )
 
-SETS: dict[str, tuple[str, int, str]] = {
+SETS: dict[str, tuple[Metric, int, str]] = {
     # name: (metric, tokens of an answer, prompt)
     "narrativeqa": (
         "f1",
@@ -156,7 +157,7 @@ def sample(row: Row, index: int) -> Sample:
         question=question,
         answer_prefix="",
         answers=row.texts("answers"),
-        metric=metric(scored),
+        metric=scored,
         max_new_tokens=room,
         facts=facts,
     )
@@ -188,7 +189,7 @@ def choice(row: Row, index: int) -> Sample:
         question=question,
         answer_prefix="",
         answers=(answer,),
-        metric=metric("letter"),
+        metric="letter",
         max_new_tokens=128,
         facts={key: row.values[key] for key in ("domain", "sub_domain", "difficulty", "length") if key in row.values},
     )

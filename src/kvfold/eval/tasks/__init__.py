@@ -32,6 +32,7 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
     "names": ("prose", "prose:Names"),
     "shared_context": ("prose", "prose:SharedContext"),
     "long_output": ("generation", "listing:LongOutput"),
+    "perplexity": ("text", "perplexity:Perplexity"),
 }
 
 
@@ -41,7 +42,7 @@ class TaskEntry:
 
     Attributes:
         name: As typed.
-        family: ``ruler``, ``prose`` or ``generation``.
+        family: ``ruler``, ``prose``, ``generation`` or ``text``.
         target: ``"module:Class"``.
     """
 

@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvfold.core.errors import ConfigError, DataError, must_be
+from kvfold.eval.sample import Task, TextSample
 from kvfold.eval.tasks.build import CountTokens, chance, largest
 from kvfold.eval.tasks.haystack import builtin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSample:
-    """A text cut in two: the first part is compressed, the second is scored and never generated.
-
-    A runner feeds the context, compresses, feeds the continuation and takes the mean negative log-likelihood of its
-    tokens; the first of them is predicted from the context alone. Perplexity is ``exp`` of that, and is not comparable
-    between tokenizers: bits per character are, with ``characters`` of the facts.
-
-    Attributes:
-        task: Name of the task.
-        index: Number of the sample within task, length and seed.
-        context: Text that is compressed.
-        continuation: Text whose tokens are scored.
-        facts: What a report groups by.
-    """
-
-    task: str
-    index: int
-    context: str
-    continuation: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def uid(self) -> str:
-        """Hash of everything in the sample."""
-        described = json.dumps(asdict(self), sort_keys=True, ensure_ascii=True, default=str)
-        return hashlib.sha256(described.encode()).hexdigest()[:16]
-
-    def __iter__(self) -> Iterator[str]:
-        """Give context and continuation, so that a sample unpacks into two."""
-        return iter((self.context, self.continuation))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Perplexity:
-    """Cuts samples out of a real text.
+class Perplexity(Task):
+    """Predict the continuation of a real text; lower is better.
 
     Attributes:
         text: Name of a built-in text.
@@ -68,6 +33,10 @@ class Perplexity:
         """Check the length of the second part."""
         if self.continuation < 1:
             raise ConfigError(must_be("continuation", "at least 1", self.continuation, "score some tokens"))
+
+    def params(self) -> dict[str, object]:
+        """Return what a record tells of the task; of a file of the user's the samples tell."""
+        return {"text": self.text if self.file is None else None, "continuation": self.continuation}
 
     def samples(self, count: int, tokens: int, seed: int, count_tokens: CountTokens) -> list[TextSample]:
         """Cut samples, each from a place of its own.

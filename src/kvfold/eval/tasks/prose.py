@@ -156,10 +156,14 @@ class SharedContext(ProseTask):
     """Ask several questions in a row about one document, as in SCBench (Li et al. 2024, arXiv 2412.10319).
 
     Samples ``k * n`` to ``k * n + n - 1`` are the turns of document ``k``: they have one context, of one length, and
-    ``facts["group"]`` and ``facts["turn"]``. Half of the facts are passcodes, half are people. A cache that was
-    compressed for the first question has to serve the last one as well.
+    ``facts["group"]`` and ``facts["turn"]``. They are asked in order in one conversation, each after the earlier
+    questions and what the model answered to them. Half of the facts are passcodes, half are people. A cache that was
+    compressed for the first question has to serve the last one as well: a query-aware policy sees the first question,
+    and no other. ``tokens`` bounds the document with each question alone; earlier turns come on top.
 
-    Differs: SCBench's own documents are not used; the texts are synthetic, so that they need no download.
+    Differs: SCBench's own documents are not used; the texts are synthetic, so that they need no download. SCBench puts
+    the right answers into the conversation unless it runs with ``--disable_golden_context``; here it holds the model's
+    own answers, as a user's would.
 
     Attributes:
         turns: Questions about each document.

@@ -36,7 +36,7 @@ TEMPLATE: dict[str, Any] = {
         },
         "yaxis": {
             "gridcolor": "var(--line)", "linecolor": "var(--control)", "zeroline": False, "fixedrange": True,
-            "title": {"text": "Mean score"}, "automargin": True,
+            "automargin": True,
         },
     }
 }  # fmt: skip
@@ -78,10 +78,9 @@ def front(rows: Sequence[Row], cost: Cost, style: Mapping[str, Style]) -> dict[s
     at = cost_of(dense, cost)
     if at is not None:
         data.append(_dense_point(dense, at))
-    floor = min(row.low for row in rows)
     layout: dict[str, Any] = {
         "xaxis": {"title": {"text": AXES[cost]}, "rangemode": "tozero"},
-        "yaxis": {"range": [max(-0.02, floor - 0.05), 1.03]},
+        "yaxis": {"title": {"text": words.scale(dense)}, "range": _range(rows)},
         "shapes": [
             _shape("rect", dense.low, dense.high, fillcolor="var(--band)", line={"width": 0}),
             _shape("line", dense.mean, dense.mean, line={"color": "var(--dense)", "width": 1.5, "dash": "dash"}),
@@ -90,6 +89,14 @@ def front(rows: Sequence[Row], cost: Cost, style: Mapping[str, Style]) -> dict[s
     if cost == "bytes":
         layout["xaxis"] |= {"range": [0, max(104.0, *(1.04 * (cost_of(row, cost) or 0) for row in rows))]}
     return {"data": data, "layout": layout}
+
+
+def _range(rows: Sequence[Row]) -> list[float]:
+    """Say what the axis of scores shows: up to 1, or all of nats, which have no bound."""
+    floor, top = min(row.low for row in rows), max(row.high for row in rows)
+    if rows[0].lower_is_better:
+        return [floor - 0.05 * (top - floor) - 0.01, top + 0.05 * (top - floor) + 0.01]
+    return [max(-0.02, floor - 0.05), 1.03]
 
 
 def _shape(kind: str, low: float, high: float, **extra: Any) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _front(rows: Sequence[Row], cost: Cost, style: dict[str, Style]) -> Figure |
         )  # fmt: skip
     axes.set_title(words.place_words(rows[0].place), loc="left", fontsize=11, color=_INK["ink"])
     axes.set_xlabel(AXES[cost])
-    axes.set_ylabel("Mean score, 95 % CI")
+    axes.set_ylabel(f"{words.scale(dense)}, 95 % CI")
     axes.set_xlim(left=0)
     axes.grid(color=_INK["line"], linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -90,15 +90,32 @@
   let running = 0;
   let last = 0;
 
-  const arrived = (side) => {
-    if (now < side.ttft) return 0;
-    if (!side.tpot) return side.pieces.length;
-    return Math.min(side.pieces.length, 1 + Math.floor((now - side.ttft) / side.tpot + 1e-9));
+  // Each token's moment in seconds, and the characters that stand then; packed as steps from the token before, in
+  // tenths of milliseconds. The last token completes the text.
+  const unpack = (packed) => {
+    let [moment, characters] = [0, 0];
+    const steps = [];
+    for (let i = 0; i < packed.length; i += 2) {
+      moment += packed[i];
+      characters += packed[i + 1];
+      steps.push([moment / 1e4, characters]);
+    }
+    return steps;
+  };
+  const standing = (side) => {
+    let [low, high] = [0, side.steps.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (side.steps[middle][0] <= now + 1e-9) low = middle + 1;
+      else high = middle;
+    }
+    if (low === side.steps.length) return side.letters.length;
+    return low ? side.steps[low - 1][1] : 0;
   };
   const paint = () => {
     for (const side of sides) {
-      const count = arrived(side);
-      if (count !== side.shown) side.text.textContent = side.pieces.slice(0, count).join("");
+      const count = standing(side);
+      if (count !== side.shown) side.text.textContent = side.letters.slice(0, count).join("");
       side.shown = count;
     }
     slider.value = String(Math.round((1000 * now) / end));
@@ -127,15 +144,14 @@
     now = 0;
     for (const side of sides) {
       const result = sample.results.find(([policy]) => data.policies[policy] === side.choice.value);
-      const known = result !== undefined && result[4] !== null;
-      side.pieces = known ? data.texts[result[1]].match(/\s*\S{1,5}|\s+$/gu) || [] : [];
-      side.ttft = known ? result[4] : 0;
-      side.tpot = known ? result[5] : 0;
-      side.done = side.ttft + (side.tpot || 0) * Math.max(0, side.pieces.length - 1);
+      const known = result !== undefined && result[6] !== null;
+      side.letters = known ? Array.from(data.texts[result[1]]) : [];
+      side.steps = known ? unpack(result[6]) : [];
+      side.done = known ? side.steps[side.steps.length - 1][0] : 0;
       side.shown = -1;
       side.name.textContent = side.choice.value;
       side.times.textContent = known
-        ? `First token after ${seconds(side.ttft)}, then ${seconds(result[5])} per token; score ${result[2]}, ${sample.asked}, ${result[3]} of the bytes.`
+        ? `First token after ${seconds(result[4])}, then ${seconds(result[5])} per token; score ${result[2]}, ${sample.asked}, ${result[3]} of the bytes.`
         : "This policy was not timed on this sample.";
     }
     end = Math.max(...sides.map((side) => side.done), 0.001);
@@ -143,8 +159,8 @@
     paint();
   };
 
-  const timed = data.samples.filter((s) => s.results.filter(([, , , , ttft]) => ttft !== null).length > 0);
-  const quickest = timed[0].results.filter(([, , , , , tpot]) => tpot !== null && tpot !== undefined)
+  const timed = data.samples.filter((s) => s.results.some((result) => result[6] !== null));
+  const quickest = timed[0].results.filter(([, , , , , tpot, steps]) => tpot !== null && steps !== null)
     .sort((a, b) => a[5] - b[5])[0];
   if (sides[1].choice.options.length > 1) sides[1].choice.selectedIndex = 1;
   if (quickest && data.policies[quickest[0]] !== sides[0].choice.value) sides[1].choice.value = data.policies[quickest[0]];

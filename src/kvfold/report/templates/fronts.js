@@ -41,7 +41,7 @@
     const layout = { ...themed(figure.layout, style), template: themed(data.template, style) };
     Plotly.react(plot, traces, layout, { displayModeBar: false, responsive: true });
     const against = cost === "bytes" ? "bytes held" : "time per token";
-    plot.setAttribute("aria-label", `Mean score against ${against}. ${shown.name}. ${shown.words}`);
+    plot.setAttribute("aria-label", `${figure.layout.yaxis.title.text} against ${against}. ${shown.name}. ${shown.words}`);
     byId(`plot-${cost}-name`).textContent = `${shown.name}.`;
     link.textContent = "The numbers as a table";
     link.href = `#${shown.table}`;
