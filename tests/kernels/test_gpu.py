@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvfold
 from kvfold.hf.compat import cache_kwarg
 from kvfold.hf.stack import StackedCache
-from kvfold.kernels.attention import AttentionOutput, attend, attend_ragged, merge
+from kvfold.kernels.attention import AttentionOutput, attend, merge
+from kvfold.kernels.runs import attend_ragged
 
 pytestmark = pytest.mark.gpu
 

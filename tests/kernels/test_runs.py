@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.core.errors import ShapeError, UnsupportedError
-from kvfold.kernels.attention import attend_ragged
-from kvfold.kernels.runs import attend_runs
+from kvfold.kernels.runs import attend_ragged, attend_runs
 from tests.helpers.oracle import attention64
 from tests.laws.test_05_fast_equals_reference import eager_error
 

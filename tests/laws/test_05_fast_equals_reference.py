@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvfold.cache.rows import PAGE, RowStore
 from kvfold.core.errors import UnsupportedError
-from kvfold.kernels.attention import AttentionOutput, attend, attend_ragged, join_sinks, merge
+from kvfold.kernels.attention import AttentionOutput, attend, join_sinks, merge
+from kvfold.kernels.runs import attend_ragged
 from tests.helpers import laws
 from tests.helpers.oracle import attention64, causal
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvfold.core.errors import CacheStateError
 from kvfold.core.memory import held_nbytes
-from kvfold.kernels.attention import AttentionOutput, attend, attend_ragged
+from kvfold.kernels.attention import AttentionOutput, attend
+from kvfold.kernels.runs import attend_ragged
 from kvfold.kernels.scores import received_attention
 
 PAGE = 16

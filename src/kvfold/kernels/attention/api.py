@@ -60,54 +60,6 @@ def attend(
     return reference.attend(q, k, v, scale=scale, causal=causal, mask=mask, bias=bias, softcap=softcap)
 
 
-def attend_ragged(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts: list[list[int]],
-    lengths: list[list[int]],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    impl: Impl = "auto",
-) -> AttentionOutput:
-    """Attend to rows whose number differs from head to head.
-
-    Args:
-        q: ``[batch, q_heads, q_len, head_dim]``; every query sees every row.
-        keys: Pool of rows, ``[pool_rows, head_dim]``.
-        values: ``[pool_rows, value_dim]``.
-        starts: First pool row of each (batch, KV head).
-        lengths: Rows of each (batch, KV head), may be 0.
-        scale: Factor on the logits.
-        softcap: As in :func:`attend`.
-        impl: As in :func:`attend`.
-
-    Returns:
-        Output and log-sum-exp.
-    """
-    batch, q_heads, q_len, _ = q.shape
-    kv_heads = len(starts[0])
-    group = q_heads // kv_heads
-    output = q.new_empty(batch, q_heads, q_len, values.shape[-1])
-    lse = torch.empty(batch, q_heads, q_len, dtype=torch.float32, device=q.device)
-    for row in range(batch):
-        for head in range(kv_heads):
-            first, count = starts[row][head], lengths[row][head]
-            heads = slice(head * group, (head + 1) * group)
-            part = attend(
-                q[row : row + 1, heads],
-                keys[None, None, first : first + count],
-                values[None, None, first : first + count],
-                scale=scale,
-                softcap=softcap,
-                impl=impl,
-            )
-            output[row, heads] = part.output[0]
-            lse[row, heads] = part.lse[0]
-    return AttentionOutput(output, lse)
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ShapeError(

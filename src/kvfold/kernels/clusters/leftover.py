@@ -80,7 +80,9 @@ def attend_left(
     # weights of room are 0, but 0 times what room may hold is not
     wide = wide.masked_fill(~exists.unsqueeze(-1), 0.0)
     values = (segment * wide - sums.to(work)) / (segment - counts).clamp_min(1).unsqueeze(-1)
-    mass = log_mass.to(work).view(*exists.shape[:2], -1, exists.shape[-1]).masked_fill(~exists.unsqueeze(2), -torch.inf)
+    batch, kv_heads, clusters = exists.shape
+    mass = log_mass.to(work).view(batch, kv_heads, q.shape[1] // kv_heads, clusters)
+    mass = mass.masked_fill(~exists.unsqueeze(2), -torch.inf)
     lse = log_sum(mass)
     weights = share(mass - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
     return AttentionOutput((weights @ values).flatten(1, 2).unsqueeze(2).to(q.dtype), lse.flatten(1, 2).unsqueeze(2))
@@ -110,6 +112,24 @@ def sum_read(values: Tensor, chosen: Tensor, clusters: int, segment: int, *, is_
     rows = torch.nn.functional.pad(rows, (0, 0, 0, max(0, whole * segment - rows.shape[2])))[:, :, : whole * segment]
     sums = rows.view(*shape[:2], whole, segment, values.shape[-1]).sum(-2, dtype=work)
     return torch.nn.functional.pad(sums, (0, 0, 0, clusters - whole)), counts
+
+
+def sum_fetched(values: Tensor, chosen: Tensor, owners: Tensor, clusters: int) -> Tensor:
+    """Sum values that were copied out, per cluster.
+
+    Args:
+        values: ``[batch, kv_heads, count, value_dim]``.
+        chosen: Which of them count, bool, ``[batch, kv_heads, count]``.
+        owners: Cluster of each, int64, same shape.
+        clusters: How many there are.
+
+    Returns:
+        Sums in float32 or wider, ``[batch, kv_heads, clusters, value_dim]``.
+    """
+    work = working_dtype(values)
+    read = values.masked_fill(~chosen.unsqueeze(-1), 0.0).to(work)
+    sums = values.new_zeros(*values.shape[:2], clusters, values.shape[-1], dtype=work)
+    return sums.scatter_add_(2, owners.unsqueeze(-1).expand_as(read), read)
 
 
 def _as_many(rows: Tensor, count: int) -> Tensor:

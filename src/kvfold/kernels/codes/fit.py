@@ -13,6 +13,7 @@ from kvfold.kernels.codes.words import CODED, from_bytes, to_bytes
 _SHRINK = 0.1  # of the queries' mean energy, in all directions: those that no query looked in count for something
 _STEP = 0.335  # of 16 even steps for normal numbers, the width with the least error, in standard deviations
 _WILD = 0.01  # share of the rows that shape no frame: the longest ones, such as attention sinks
+_UNEVEN = 0.1  # so that no two directions tie, in which rounding would choose
 _HEADROOM = 2.0  # rows to come may be missed by more than those of the prompt
 _TILE_ROWS = 1 << 15  # rows of one head held in float32 at once
 
@@ -39,19 +40,21 @@ def fit_frame(keys: Tensor, queries: Tensor, segment: int) -> dict[str, Tensor]:
     near = queries.to(work).reshape(batch, kv_heads, -1, width)
     root, inverse = _roots(near.mT @ near / max(1, near.shape[2]))
     energy, used = _energy(keys, segment)
+    # few rows tell little of where the next ones lie: as many as dimensions, spread evenly, are added to them. A single
+    # one tells nothing, but its own length is known
+    whole = energy.diagonal(dim1=-2, dim2=-1).sum(-1)
+    if rows == 1:
+        whole = keys.to(work).square().sum((-1, -2))
+    whole = torch.where(whole > 0, whole, 1.0)
+    even = torch.linspace(1.0, 1.0 - _UNEVEN, width, dtype=work, device=keys.device).diag()
+    energy = energy + (whole / width * min(1.0, width / used))[..., None, None] * even
     spread, turn = torch.linalg.eigh(root @ energy @ root)
     spread, turn = spread.flip(-1).clamp_min(0.0), turn.flip(-1)
-    # few rows tell little of how far the next ones lie; alike ones tell nothing, but their own length is known
-    whole = spread.sum(-1)
-    own = (keys.to(work) @ root).square().sum((-1, -2)) / rows
-    whole = torch.where(whole > 0, whole, own)
-    whole = torch.where(whole > 0, whole, 1.0)
-    spread = spread + (whole / width * min(1.0, width / max(1, used))).unsqueeze(-1)
     steps = _STEP * spread[..., :CODED].sqrt()
     frame = root @ turn
     found = {"frame": frame, "weights": (inverse @ turn)[..., :CODED] * steps.unsqueeze(-2), "steps": steps}
     missed = torch.stack([miss(tile, found)[1].amax(-1) for tile in _deviations(keys, segment)]).amax(0)
-    return found | {"longest": _HEADROOM * torch.maximum(missed, whole.sqrt())}
+    return found | {"longest": _HEADROOM * torch.maximum(missed, spread.sum(-1).sqrt())}
 
 
 def miss(deviations: Tensor, fitted: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ def attend_runs(
     _check(q, keys, values, starts, lengths, bias)
     if impl not in ("auto", "reference", "triton"):
         raise ShapeError(must_be("impl", "'auto', 'reference' or 'triton'", impl, "leave it out for the fastest"))
-    why = _unserved(q, starts) if impl != "reference" else None
+    why = unserved(q, starts.shape[1]) if impl != "reference" else None
     if impl == "triton" and why is not None:
         raise UnsupportedError(f"impl='triton' cannot serve {why}; use impl='reference' or 'auto'")
     given: dict[str, Any] = {"most_rows": most_rows, "scale": scale, "softcap": softcap, "bias": bias}
@@ -65,13 +65,21 @@ def attend_runs(
     return reference.attend(q, keys, values, starts, lengths, **given)
 
 
-def _unserved(q: Tensor, starts: Tensor) -> str | None:
-    """Return why the kernel cannot serve a call."""
+def unserved(q: Tensor, kv_heads: int) -> str | None:
+    """Say why the kernel cannot serve a call.
+
+    Args:
+        q: Queries, ``[batch, q_heads, q_len, head_dim]``.
+        kv_heads: Number of KV heads.
+
+    Returns:
+        The reason, ``None`` if it can.
+    """
     if importlib.util.find_spec("triton") is None:
         return "calls without Triton (pip install 'kvfold[triton]')"
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype}"
-    queries = q.shape[1] // starts.shape[1] * q.shape[2]
+    queries = q.shape[1] // kv_heads * q.shape[2]
     return None if 0 < queries <= MOST_QUERIES else f"{queries} queries per KV head (at most {MOST_QUERIES})"
 
 
