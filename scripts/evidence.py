@@ -2,6 +2,7 @@
 """Run the grid of docs/numbers.md on the GPUs of a machine: processes that take one task at one length after another.
 
     python scripts/evidence.py RULER_DATA OUT --grid MODEL:4096,16384 --grid SMALLER:4096 --long MODEL --n 100
+    python scripts/evidence.py RULER_DATA OUT --read MODEL:4096,16384,32768 --n 100
     kvfold report OUT/* --out report.html
 
 Each task and length is a run of its own, which resumes if it is started again. ``--deadline`` stops all processes after
@@ -29,6 +30,16 @@ LONG_POLICIES = [
     for keep in (0.75, 0.5)
     for protection in ("", ", sink_tokens=0, recent_tokens=0")
 ]
+READERS = [
+    *(f"refinekv(tau={tau})" for tau in (0.001, 0.003, 0.01, 0.03, 0.1)),
+    *(f"refinekv(read={share})" for share in (0.05, 0.1, 0.2)),
+    "refinekv(fanout=16)",
+    *(f"rowcodes(read={share})" for share in (0.02, 0.05, 0.1, 0.2)),
+    *(f"quest(read={share})" for share in (0.05, 0.1, 0.2, 0.35)),
+    *(f"doublep(p2={share})" for share in (0.3, 0.5, 0.7, 0.9)),
+    *(f"{method}(keep={keep})" for method in ("snapkv", "streamingllm") for keep in (0.15, 0.25, 0.4)),
+]
+READ_TASKS = ["niah_multikey_1", "niah_multikey_2", "vt", "qa_1"]
 LONG_TASK, LONG_TOKENS, YARN_FACTOR = "niah_multikey_1", 65536, 2.0
 MAX_NEW_TOKENS = 48
 
@@ -42,11 +53,12 @@ class Job(NamedTuple):
     policies: list[str]
     batch: int
     stretch: bool = False
+    kind: str = ""
 
     @property
     def name(self) -> str:
         """Name of its run."""
-        return f"{Path(self.model).name}-{self.task}-{self.length}{'-yarn' if self.stretch else ''}"
+        return f"{Path(self.model).name}-{self.task}-{self.length}{self.kind}"
 
 
 def grid(length: int, window: int = 4096) -> list[str]:
@@ -132,6 +144,8 @@ def main() -> int:
     parser.add_argument("data", help="folder with RULER's source files")
     parser.add_argument("out", help="folder for the runs")
     parser.add_argument("--grid", action="append", default=[], metavar="MODEL:LENGTHS", help="folder of a model")
+    parser.add_argument("--read", action="append", default=[], metavar="MODEL:LENGTHS", help="reading by query")
+    parser.add_argument("--read-tasks", default=",".join(READ_TASKS))
     parser.add_argument("--long", metavar="MODEL", help="also run the comparison at 64K")
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--n", type=int, default=100)
@@ -139,12 +153,27 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--deadline", type=float, default=86400.0, metavar="SECONDS")
     args = parser.parse_args()
-    todo = [Job(args.long, LONG_TASK, LONG_TOKENS, LONG_POLICIES, 2, stretch=True)] if args.long else []
+    todo = [Job(args.long, READERS = [
+    *(f"refinekv(tau={tau})" for tau in (0.001, 0.003, 0.01, 0.03, 0.1)),
+    *(f"refinekv(read={share})" for share in (0.05, 0.1, 0.2)),
+    "refinekv(fanout=16)",
+    *(f"rowcodes(read={share})" for share in (0.02, 0.05, 0.1, 0.2)),
+    *(f"quest(read={share})" for share in (0.05, 0.1, 0.2, 0.35)),
+    *(f"doublep(p2={share})" for share in (0.3, 0.5, 0.7, 0.9)),
+    *(f"{method}(keep={keep})" for method in ("snapkv", "streamingllm") for keep in (0.15, 0.25, 0.4)),
+]
+READ_TASKS = ["niah_multikey_1", "niah_multikey_2", "vt", "qa_1"]
+LONG_TASK, LONG_TOKENS, LONG_POLICIES, 2, stretch=True, kind="-yarn")] if args.long else []
     for text in args.grid:
         model, _, lengths = text.rpartition(":")
         for length in map(int, lengths.split(",")):
             batch = 12 if length <= 4096 else 4
             todo += [Job(model, name, length, grid(length), batch) for name in args.tasks.split(",")]
+    for text in args.read:
+        model, _, lengths = text.rpartition(":")
+        for length in map(int, lengths.split(",")):
+            batch = max(1, 16384 // length)
+            todo += [Job(model, name, length, READERS, batch, kind="-read") for name in args.read_tasks.split(",")]
     todo.sort(key=lambda job: -job.length)
     context = multiprocessing.get_context("spawn")
     jobs, failed = context.Queue(), context.Queue()
