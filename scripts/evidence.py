@@ -153,17 +153,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--deadline", type=float, default=86400.0, metavar="SECONDS")
     args = parser.parse_args()
-    todo = [Job(args.long, READERS = [
-    *(f"refinekv(tau={tau})" for tau in (0.001, 0.003, 0.01, 0.03, 0.1)),
-    *(f"refinekv(read={share})" for share in (0.05, 0.1, 0.2)),
-    "refinekv(fanout=16)",
-    *(f"rowcodes(read={share})" for share in (0.02, 0.05, 0.1, 0.2)),
-    *(f"quest(read={share})" for share in (0.05, 0.1, 0.2, 0.35)),
-    *(f"doublep(p2={share})" for share in (0.3, 0.5, 0.7, 0.9)),
-    *(f"{method}(keep={keep})" for method in ("snapkv", "streamingllm") for keep in (0.15, 0.25, 0.4)),
-]
-READ_TASKS = ["niah_multikey_1", "niah_multikey_2", "vt", "qa_1"]
-LONG_TASK, LONG_TOKENS, LONG_POLICIES, 2, stretch=True, kind="-yarn")] if args.long else []
+    todo = [Job(args.long, LONG_TASK, LONG_TOKENS, LONG_POLICIES, 2, stretch=True, kind="-yarn")] if args.long else []
     for text in args.grid:
         model, _, lengths = text.rpartition(":")
         for length in map(int, lengths.split(",")):
