@@ -9,7 +9,7 @@ from kvfold.cli import main
 
 from .conftest import Invoke, last_json, refused
 
-COMMANDS = ("demo", "generate", "chat", "eval", "report", "inspect", "plan", "methods", "env")
+COMMANDS = ("demo", "generate", "chat", "eval", "report", "inspect", "study", "plan", "methods", "env")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -27,6 +27,46 @@ FLAGS = (
     "--disable-dev-shm-usage",
 )
 
+CONTRASTS = """
+const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+const over = (top, below) => {
+  const a = top.length > 3 ? top[3] : 1;
+  return [0, 1, 2].map((i) => top[i] * a + below[i] * (1 - a));
+};
+const light = (c) => c.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+const ground = (node) => {
+  const layers = [];
+  for (let at = node; at; at = at.parentElement) layers.unshift(parse(getComputedStyle(at).backgroundColor));
+  return layers.reduce((below, top) => over(top, below), [255, 255, 255]);
+};
+document.querySelectorAll("details").forEach((fold) => { fold.open = true; });
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+const poor = [];
+let seen = 0;
+while (walker.nextNode()) {
+  const node = walker.currentNode.parentElement;
+  const inPlot = node.closest("svg");
+  if (!walker.currentNode.data.trim() || !node.checkVisibility() || node.closest("script, noscript, option")) continue;
+  const style = getComputedStyle(node);
+  const below = ground(inPlot ? inPlot.closest("figure") : node);
+  const ink = over(parse(inPlot ? style.fill : style.color), below);
+  const [a, b] = [light(ink), light(below)].sort((x, y) => x - y);
+  const ratio = (b + 0.05) / (a + 0.05);
+  seen += 1;
+  if (ratio < 4.5) poor.push([walker.currentNode.data.trim().slice(0, 40), ratio.toFixed(2), style.color]);
+}
+return [seen, poor.slice(0, 8)];
+"""
+"""Returns how many texts are seen, and those with a contrast below 4.5 to 1."""
+UNNAMED = """
+const labels = (node) => [...(node.labels || [])].map((label) => label.textContent).join("");
+const name = (node) => node.getAttribute("aria-label") || labels(node) || node.textContent;
+return [...document.querySelectorAll("select, input, button, a, [role=img], [role=region], [tabindex='0']")]
+  .filter((node) => !(name(node) || "").trim()).map((node) => node.outerHTML.slice(0, 120));
+"""
+"""Returns the controls and figures without a name."""
+
 
 class Browser:
     """One window; what it asks of the network and says on its console is logged."""

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvfold._version import __version__
-from kvfold.cli import chat, demo, env, eval, generate, inspect, methods, plan, report
+from kvfold.cli import chat, demo, env, eval, generate, inspect, methods, plan, report, study
 from kvfold.core.errors import KvfoldError
 
 
@@ -49,6 +49,7 @@ app.command("generate")(generate.command)
 app.command("chat")(chat.command)
 app.command("eval")(eval.command)
 app.command("inspect")(inspect.command)
+app.add_typer(study.app, name="study")
 app.command("plan")(plan.command)
 app.command("report")(report.command)
 app.command("methods")(methods.command)

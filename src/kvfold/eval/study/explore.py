@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.core.errors import ConfigError, must_be
+from kvfold.eval.study.boundary import LEAST_DISTORTION, boundary
 from kvfold.eval.study.figures import Frozen
 from kvfold.eval.study.rows import Progress, check_cluster, read_rows
 from kvfold.eval.study.sight import Form, Sight, sights
@@ -67,12 +68,15 @@ class FormView(Frozen):
         form: Its name.
         distortion: Bound on how far a key's logit lies from the representative's, per cluster.
         risk: Per cluster, as a multiple of the longest value.
+        line: Where the risk of a cluster of this query is 1, as importance and distortion; at another threshold the
+            importance is that many times this.
         steps: From the smallest threshold to the largest.
     """
 
     form: Form
     distortion: tuple[float, ...]
     risk: tuple[float, ...]
+    line: tuple[tuple[float, float], ...]
     steps: tuple[Step, ...]
 
 
@@ -150,6 +154,8 @@ def explore(
     about = torch.logaddexp(found.log_mass.logsumexp(-1, keepdim=True), rest)
     columns = ((found.log_mass - about).exp(), (mass - total).exp(), sight.representative)
     importance, share, representative = (column[0, 0, 0].tolist() for column in columns)
+    reaches = torch.cat([sight.found(form).above.flatten() for form in SHOWN]).clamp_min(LEAST_DISTORTION)
+    ends = float(reaches.min()) / 2, float(reaches.max()) * 2
     norms = torch.cat((found.value_norm.flatten(), sight.rest_value_norm.flatten()))
     return Exploration(
         layer=layer,
@@ -167,11 +173,13 @@ def explore(
                 zip(importance, share, representative, sight.logits[0, 0, 0].tolist(), strict=True)
             )
         ),
-        forms=tuple(_view(sight, form, (mass - total).exp()[0, 0], float((rest - total).exp())) for form in SHOWN),
+        forms=tuple(
+            _view(sight, form, (mass - total).exp()[0, 0], float((rest - total).exp()), ends) for form in SHOWN
+        ),
     )
 
 
-def _view(sight: Sight, form: Form, share: Tensor, rest_share: float) -> FormView:
+def _view(sight: Sight, form: Form, share: Tensor, rest_share: float, ends: tuple[float, float]) -> FormView:
     """Describe the clusters by one form, and what each threshold costs."""
     seen, steps = int(sight.visible), []
     missed: dict[int, float] = {}
@@ -195,5 +203,6 @@ def _view(sight: Sight, form: Form, share: Tensor, rest_share: float) -> FormVie
         form=form,
         distortion=tuple(sight.found(form).above[0, 0, 0].tolist()),
         risk=tuple(sight.risk(form)[0, 0, 0].tolist()),
+        line=boundary(sight, form, ends),
         steps=tuple(steps),
     )

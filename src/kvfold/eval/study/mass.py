@@ -135,7 +135,7 @@ def needed_rows(rows: StudyRows) -> Tensor:
             one.queries, one.keys, places, context, scale=one.scale, softcap=one.softcap, sinks=one.sinks
         )
         marked.append(top_rows(seen[0, 0][..., :context]))
-    return torch.stack(marked).unflatten(0, (-1, rows.q_per_kv))
+    return torch.stack(marked).view(-1, rows.q_per_kv, *marked[0].shape)
 
 
 def _counts(later: int) -> tuple[int, ...]:

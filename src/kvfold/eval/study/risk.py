@@ -15,7 +15,8 @@ from torch import Tensor
 from kvfold.core.budget import Budget
 from kvfold.eval.study.figures import Frozen, Spread, log_correlation, rank_correlation, spread_of
 from kvfold.eval.study.rows import Progress, check_cluster, read_rows, spread_positions
-from kvfold.eval.study.sight import FORMS, Sight, cut_clusters, sights
+from kvfold.eval.study.scores import IMPORTANCE, ORACLE, cluster_scores, contribution_errors, quest_levels
+from kvfold.eval.study.sight import Sight, sights
 from kvfold.hf.load import Model
 from kvfold.kernels.clusters import largest
 from kvfold.methods.retrieve.quest import Quest
@@ -23,9 +24,11 @@ from kvfold.methods.retrieve.refinekv import RefineKV
 
 SHARES = (0.05, 0.1, 0.2, 0.3)
 """Of the clusters before a query, whose rows are read."""
+LEAST = 3
+"""Clusters that are read at least: Quest never reads fewer, and a budget must be the same for all."""
 HEADS = 4
 """Query heads whose clusters are correlated, as in the published protocol."""
-IMPORTANCE, ORACLE, QUEST = "importance", "true mass", "quest"
+QUEST = "quest"
 
 
 class Correlation(Frozen):
@@ -156,50 +159,6 @@ def study_risk(
     )
 
 
-def cluster_scores(sight: Sight) -> dict[str, Tensor]:
-    """Rate the clusters of each query head by everything but Quest, which only chooses.
-
-    Args:
-        sight: Queries and clusters.
-
-    Returns:
-        By name, ``[B, q_heads, clusters]``, ``-inf`` where there is no cluster: risks by the form of the summary, in
-        units of the longest value; log of importance; log of true mass.
-    """
-    absent = ~sight.exists.unsqueeze(2)
-    found = {f"risk, {form}": sight.risk(form).masked_fill(absent, -torch.inf) for form in FORMS}
-    found |= {IMPORTANCE: sight.found("box").log_mass, ORACLE: sight.true_mass}
-    return {name: score.flatten(1, 2) for name, score in found.items()}
-
-
-def quest_levels(sight: Sight) -> dict[str, Tensor]:
-    """Summarise the same clusters as Quest's pages."""
-    pages = cut_clusters(sight.keys, sight.cluster), cut_clusters(sight.values, sight.cluster)
-    return Quest(page=sight.cluster).summarise(*pages, 0)
-
-
-def contribution_errors(sight: Sight) -> Tensor:
-    """Measure what each cluster's mean misses of the cluster's part of the output.
-
-    Args:
-        sight: Queries and clusters.
-
-    Returns:
-        Norm of the difference of a cluster's share times its output, exactly and by its means, where every cluster
-        is represented; ``[B, q_heads, clusters]``.
-    """
-    absent = ~sight.exists.unsqueeze(2)
-    coarse = sight.found("box").log_mass
-    total, about = (
-        torch.logaddexp(mass.logsumexp(-1), sight.rest_lse).unsqueeze(-1) for mass in (sight.true_mass, coarse)
-    )
-    weights = (sight.logits - total.unsqueeze(-1)).exp()
-    exact = torch.einsum("bkgcr,bkcrd->bkgcd", weights, cut_clusters(sight.values, sight.cluster))
-    means = sight.summaries["box"]["mean_values"].unsqueeze(2)
-    missed = exact - (coarse - about).exp().unsqueeze(-1) * means
-    return torch.linalg.vector_norm(missed, dim=-1).masked_fill(absent, 0.0).flatten(1, 2)
-
-
 def _pair(pairs: dict[str, list[Tensor]], sight: Sight, scores: dict[str, Tensor], heads: tuple[int, ...]) -> None:
     """Collect scores and true errors of the clusters of some heads."""
     there = sight.exists.repeat_interleave(sight.queries.shape[1] // sight.exists.shape[1], 1)[:, heads]
@@ -225,7 +184,8 @@ def _spend(
     """Read a share of the clusters by each score."""
     clusters = sight.exists[:, 0].sum(-1)
     for share in SHARES:
-        counts = torch.tensor([Budget.fraction(share).resolve(int(n)) for n in clusters], device=clusters.device)
+        budget = Budget.fraction(share)
+        counts = torch.tensor([budget.resolve(int(n), minimum=LEAST) for n in clusters], device=clusters.device)
         chosen = {name: largest(score, counts.view(-1, 1, 1)) for name, score in scores.items()}
         quest = Quest(page=sight.cluster)
         chosen[QUEST] = quest.select(sight.context(pages, (counts * sight.cluster).float())).expanded

@@ -98,7 +98,7 @@ def read_rows(
             positions=tuple(positions),
             scale=core.call.scale,
             softcap=core.call.softcap,
-            sinks=None if core.call.sinks is None else core.call.sinks.float(),
+            sinks=None if core.call.sinks is None else core.call.sinks.detach().float(),
         )
 
 

@@ -94,7 +94,7 @@ class Sight:
     def logits(self) -> Tensor:
         """Logits of the rows of each cluster, ``[B, kv_heads, q_per_kv, clusters, cluster]``."""
         grouped = group_queries(self.queries, self.keys.shape[1])
-        return (grouped @ self.keys.mT * self.scale).unflatten(-1, (-1, self.cluster))
+        return (grouped @ self.keys.mT * self.scale).view(*grouped.shape[:3], -1, self.cluster)
 
     @cached_property
     def representative(self) -> Tensor:
@@ -112,7 +112,7 @@ class Sight:
     @property
     def rest_lse(self) -> Tensor:
         """Log of the mass of the rest, ``[B, kv_heads, q_per_kv]``."""
-        return self.rest.lse.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
+        return self.rest.lse.view(len(self.queries), self.keys.shape[1], -1)
 
     def found(self, form: Form) -> Estimate:
         """Say what summaries of a form tell of every cluster; ``exact`` knows how far its logits really lie."""
@@ -178,7 +178,7 @@ class Sight:
 def cut_clusters(side: Tensor, cluster: int) -> Tensor:
     """Cut ``[1, kv_heads, rows, dim]`` into complete clusters, ``[1, kv_heads, clusters, cluster, dim]``."""
     count = side.shape[2] // cluster
-    return side[:, :, : count * cluster].unflatten(2, (count, cluster))
+    return side[:, :, : count * cluster].reshape(*side.shape[:2], count, cluster, side.shape[-1])
 
 
 def sights(rows: StudyRows, cluster: int) -> Iterator[Sight]:
