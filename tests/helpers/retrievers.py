@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.core.retrieve import Retriever, SelectContext, Selection
+from kvfold.core.retrieve import NOTHING_FITTED, Fitted, Retriever, SelectContext, Selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Nearest(Retriever):
     def dense_layers(self) -> int:
         return self.skip
 
-    def summarise(self, keys: Tensor, values: Tensor, level: int) -> dict[str, Tensor]:
+    def summarise(self, keys: Tensor, values: Tensor, level: int, fitted: Fitted = NOTHING_FITTED) -> dict[str, Tensor]:
         found = {"mean_keys": keys.mean(3), "mean_values": values.mean(3)}
         return found if level else {**found, "widest": keys.abs().amax((3, 4))}
 

@@ -94,18 +94,23 @@ def step(
     amount: float | list[float] | None = None,
     room: int = 0,
     absent: tuple[int, ...] = (),
+    fitted: dict[str, Tensor] | None = None,
 ) -> Step:
-    """Summarise what is complete and select; ``room`` adds poisoned entries, sequences in ``absent`` have no rows."""
+    """Summarise what is complete and select; ``room`` adds poisoned entries, sequences in ``absent`` have no rows.
+
+    A method that fits something is fitted to the queries themselves, unless ``fitted`` says to what.
+    """
     batch, kv_heads, length, _ = rows.keys.shape
     levels, exists = [], []
-    fitted = method.fit(rows.keys, rows.queries.unsqueeze(2)) if length else blank_fit(method, rows)
+    if fitted is None:
+        fitted = method.fit(rows.keys, rows.queries.unsqueeze(2)) if length else blank_fit(method, rows)
     for level, segment in enumerate(method.segments):
         count = length // segment
         cut = [
             side[:, :, : count * segment].reshape(batch, kv_heads, count, segment, side.shape[-1])
             for side in (rows.keys, rows.values)
         ]
-        found = method.summarise(*cut, level, fitted) if fitted else method.summarise(*cut, level)
+        found = method.summarise(*cut, level, fitted)
         clusters = count * method.clusters_per_segment
         found = {
             name: poisoned(part, room * (segment if name == "members" else method.clusters_per_segment))

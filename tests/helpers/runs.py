@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,32 @@ POLICIES = (
     "streamingllm(keep=0.5)",
     "streamingllm(keep=0.1)",
 )
-_LOSS = {"dense": 0.0, "manifoldkv": 0.1, "snapkv": 0.35, "streamingllm": 0.9}
+RETRIEVERS = (
+    "refinekv(tau=0.5)",
+    "refinekv(tau=0.1)",
+    "refinekv(tau=0.02)",
+    "quest(read=0.25)",
+    "quest(read=0.1)",
+    "snapkv(keep=0.5) + refinekv(tau=0.1)",
+)
+"""They hold all that an evictor leaves, and summaries, and read few of it."""
+_LOSS = {"dense": 0.0, "manifoldkv": 0.1, "snapkv": 0.35, "streamingllm": 0.9, "refinekv": 0.02, "quest": 0.15}
 TASKS = ("niah_multikey_2", "niah_multivalue", "qa_1")
 TEXTS = "perplexity"
 """A task whose scores are nats per token, lower is better; its samples are never timed."""
 
 
 def keep_of(policy: str) -> float:
-    return float(policy.partition("keep=")[2].rstrip(")").partition(",")[0]) if "keep" in policy else 1.0
+    return float(re.split("[,)]", policy.partition("keep=")[2])[0]) if "keep" in policy else 1.0
+
+
+def read_of(policy: str) -> float | None:
+    """Bytes read over those of dense; nothing without a retriever."""
+    found = re.search(r"(tau|read)=([\d.]+)", policy)
+    if found is None:
+        return None
+    amount = float(found[2])
+    return keep_of(policy) * (0.06 + (0.3 * (1 - amount) ** 4 if found[1] == "tau" else amount))
 
 
 def arrivals(first: float, tpot: float, output: str) -> tuple[tuple[float, int], ...]:
@@ -103,7 +122,10 @@ def _record(
     for policy in policies:
         keep = keep_of(policy)
         name = policy.partition("(")[0]
-        loss = _LOSS[name] * (1 - keep) * (0.5 if aware else 1) * (1.4 if length > 8192 else 1)
+        read = read_of(policy)
+        loss = (
+            _LOSS[name] * (1 - (keep if read is None else read)) * (0.5 if aware else 1) * (1.4 if length > 8192 else 1)
+        )
         chances = 0.96 - loss * (1.3 - 0.6 * depth) * (0.5 if "ada" in policy else 1)
         nats = 2 + 0.2 * hard + 0.3 * loss
         right = [0.8 * hard + 0.2 * chance.random() < chances for _ in answers]
@@ -116,10 +138,14 @@ def _record(
                 policy=policy,
                 output="" if task == TEXTS else said + tail if output is None else output,
                 score=nats if task == TEXTS else sum(right) / len(right),
-                nbytes=dense if policy == "dense" else int(dense * min(1, keep * 1.01 + 0.002)),
+                nbytes=dense
+                if policy == "dense"
+                else int(dense * (min(1, keep * 1.01 + 0.002) + 0.06 * (read is not None))),
                 dense_nbytes=dense,
                 stored_tokens=length * keep,
-                rows_read=keep,
+                rows_read=keep if read is None else read - 0.04,
+                bytes_read=keep if read is None else read,
+                rows_scored=None if read is None else keep / 16,
                 prefill_s=0.4 if timed else None,
                 ttft_s=0.42 + 0.02 * hard + 0.1 * (name != "dense") if timed else None,
                 tpot_s=tpot if timed else None,

@@ -18,6 +18,7 @@ POLICIES = (
     "refinekv(cluster=16, tau=0.1)",
     "quest(page=16, read=64, dense_layers=1)",
     "doublep(segment=64, clusters=4)",
+    "rowcodes(cluster=16, tau=0.01)",
 )
 
 

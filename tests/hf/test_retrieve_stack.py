@@ -8,6 +8,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.cache.index import ClusterIndex
+from kvfold.hf.retrieve import stored_share
 from kvfold.hf.stack import StackedCache
 from kvfold.methods.retrieve.quest import Quest
 from kvfold.methods.retrieve.refinekv import RefineKV
@@ -28,6 +29,11 @@ POLICIES = (
     f"{text('knorm', 0.6, allocator='ada')} + quest(page=4, read=12, dense_layers=1)",
     "refinekv(cluster=4, fanout=3, tau=0.2)",
     "quest(page=4, read=8, dense_layers=0)",
+    "rowcodes(cluster=4, read=12)",
+    f"{text('snapkv', 0.7, allocator='ada')} + rowcodes(cluster=2, read=20)",
+    "rowcodes(cluster=4, tau=0.02)",
+    "rowcodes(cluster=4, tau=0.1)",
+    "rowcodes(cluster=4, read=9)",
 )
 
 
@@ -72,12 +78,15 @@ def check(caches: list[kvfold.Cache], steps: int = 6, tolerance: float = 2e-5) -
     for cache, held in zip(caches, before, strict=True):
         for place, parts in runs(cache).items():
             assert all(torch.equal(a, b) for a, b in zip(parts, held[place], strict=True)), "the stack changed a cache"
-    for read, scored, cache in zip(stack.rows_read(), stack.rows_scored(), own, strict=True):
+    shares = stack.rows_read(), stack.rows_scored(), stack.bytes_read()
+    for read, scored, nbytes, cache, before_it in zip(*shares, own, caches, strict=True):
         stats = cache.stats()
         if stats.rows_read is None:
             assert (read, scored) == (1.0, 0.0)
+            assert nbytes == pytest.approx(stored_share(before_it))
         else:
             assert (read, scored) == pytest.approx((stats.rows_read, stats.rows_scored))
+            assert nbytes == pytest.approx(stats.bytes_read)
     return stack
 
 
@@ -105,15 +114,19 @@ def test_reading_everything_is_a_stack_of_dense_caches() -> None:
         "refinekv(cluster=4, tau=0)",
         "quest(page=4, read=1.0, dense_layers=0)",
         "refinekv(cluster=4, read=100%)",
+        "rowcodes(cluster=4, tau=0)",
     )
     stack = StackedCache(filled(tiny.ours(), policies))
-    dense = StackedCache(filled(tiny.ours(), ("dense",) * 3))
-    ids, valid = questions(3)
+    dense = StackedCache(filled(tiny.ours(), ("dense",) * 4))
+    ids, valid = questions(4)
     for _ in range(8):
         found, expected = stack.feed(ids, valid), dense.feed(ids, valid)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        ids, valid = expected.argmax(-1, keepdim=True), torch.ones(3, 1, dtype=torch.bool)
-    assert stack.rows_read() == pytest.approx([1.0] * 3)
+        ids, valid = expected.argmax(-1, keepdim=True), torch.ones(4, 1, dtype=torch.bool)
+    assert stack.rows_read() == pytest.approx([1.0] * 4)
+    assert all(share > 1 for share in stack.bytes_read()), "summaries are read too"
+    assert dense.bytes_read() == [1.0] * 4
+    assert dense.read_shares() == [None] * 4
 
 
 def test_budgets_of_one_method_choose_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +162,16 @@ def test_answers_that_have_ended_do_not_count() -> None:
     token, every = stack.feed(ids, valid).argmax(-1, keepdim=True), torch.ones(3, 1, dtype=torch.bool)
     control.feed(ids, valid)
     assert stack.rows_read() == [1.0] * 3
+    assert stack.bytes_read() == [1.0] * 3, "a question reads everything and no summary"
     for step in range(4):
         stack.feed(token, every, counted=torch.tensor([step < 2, True, step < 4]))
         if step == 1:
-            ended = stack.rows_read()[0]
+            ended, nbytes = stack.rows_read()[0], stack.bytes_read()[0]
         token = control.feed(token, every).argmax(-1, keepdim=True)
     assert stack.rows_read()[0] == ended != control.rows_read()[0]
     assert stack.rows_read()[2] == control.rows_read()[2]
+    assert stack.bytes_read()[0] == nbytes != control.bytes_read()[0]
+    assert stack.bytes_read()[1:] == control.bytes_read()[1:]
 
 
 def test_a_question_in_several_calls_is_read_whole() -> None:

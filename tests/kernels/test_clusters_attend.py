@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.core.errors import ShapeError
-from kvfold.core.retrieve import Retriever, SelectContext, Selection
+from kvfold.core.retrieve import NOTHING_FITTED, Fitted, Retriever, SelectContext, Selection
 from kvfold.kernels.attention import AttentionOutput
 from kvfold.kernels.clusters import attend_selected, count_read, summarise_kmeans, summarise_rows
 from tests.helpers import laws
@@ -42,7 +42,7 @@ class Chance(Retriever):
     def clusters_per_segment(self) -> int:
         return 5 if self.similar else 1
 
-    def summarise(self, keys: Tensor, values: Tensor, level: int) -> dict[str, Tensor]:
+    def summarise(self, keys: Tensor, values: Tensor, level: int, fitted: Fitted = NOTHING_FITTED) -> dict[str, Tensor]:
         if self.similar:
             return summarise_kmeans(keys, values, clusters=5, iterations=2)
         return summarise_rows(keys, values, form="radius", precision="int8", value_radius=False)

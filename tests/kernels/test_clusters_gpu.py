@@ -21,6 +21,8 @@ POLICIES = [
     "refinekv(cluster=8, read=0.3)",
     "quest(page=8, read=0.3)",
     "doublep(segment=64, clusters=8)",
+    "rowcodes(cluster=8, tau=0.003)",
+    "rowcodes(cluster=32, group=4, read=0.2)",
 ]
 
 

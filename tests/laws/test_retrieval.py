@@ -45,6 +45,26 @@ def summaries(cache: kvfold.Cache) -> dict[str, Tensor]:
     return found
 
 
+def fitted(cache: kvfold.Cache) -> dict[str, Tensor]:
+    """What retrievers have found in the prompt."""
+    return {
+        f"{view.core.spec.layer_idx}.{number}.{name}": tensor.clone()
+        for view in cache.views
+        for number, lane in enumerate(view.core.lanes)
+        if lane.index is not None
+        for name, tensor in lane.index.fitted.items()
+    }
+
+
+def take_over_fitted(mine: kvfold.Cache, theirs: kvfold.Cache) -> None:
+    """Summarise as another cache does, with what it was fitted to."""
+    for view, other in zip(mine.views, theirs.views, strict=True):
+        for lane, source in zip(view.core.lanes, other.core.lanes, strict=True):
+            assert source.index is not None
+            lane.index = source.index.emptied()
+            lane.index_rows(mine.policy, view.core.spec)
+
+
 def assert_same_summaries(mine: kvfold.Cache, theirs: kvfold.Cache) -> None:
     one, other = summaries(mine), summaries(theirs)
     assert one.keys() == other.keys()
@@ -59,7 +79,8 @@ def test_prefill_in_chunks_equals_one_shot(text: str, chunk_size: int) -> None:
     whole = kvfold.Cache(tiny.ours(), text).prefill(prompt)
     parts = kvfold.Cache(tiny.ours(), text).prefill(prompt, chunk_size=chunk_size)
     following = tiny.ids(3, 2, seed=5)
-    torch.testing.assert_close(caches.decode(parts, following), caches.decode(whole, following), rtol=1e-3, atol=1e-3)
+    near = policies.tolerance(text)
+    torch.testing.assert_close(caches.decode(parts, following), caches.decode(whole, following), rtol=near, atol=near)
     assert whole.stats().rows_read == pytest.approx(parts.stats().rows_read)
 
 
@@ -85,7 +106,8 @@ def test_a_row_of_a_padded_batch_is_that_row_alone(
     for index, row in enumerate(rows):
         alone = kvfold.Cache(model, text).prefill(row, chunk_size=chunk_size)
         expected = caches.decode(alone, following[index : index + 1])
-        torch.testing.assert_close(torch.cat(found, 1)[index], expected[0], rtol=1e-3, atol=1e-3)
+        near = policies.tolerance(text)
+        torch.testing.assert_close(torch.cat(found, 1)[index], expected[0], rtol=near, atol=near)
     together.check()
 
 
@@ -116,7 +138,11 @@ def test_clusters_are_not_written_to_the_file(text: str, tmp_path: Path) -> None
     for name in ("talk.kv", "dense.kv"):
         with safe_open(tmp_path / name, framework="pt") as file:
             names.append(set(file.keys()))
-    assert names[0] == names[1]
+    fitted = {f"{layer}.0.fitted.{part}" for layer in (0, 1) for part in ("frame", "weights", "steps", "longest")}
+    # one policy fits something to a prompt of 63 rows; the other waits for more rows, with the queries that it has
+    waiting = {f"{layer}.0.queries" for layer in (0, 1)}
+    extra = {"rowcodes(cluster=4": fitted, "rowcodes(cluster=8": waiting}.get(text.partition(",")[0], set())
+    assert names[0] == names[1] | extra
 
 
 @READERS
@@ -154,14 +180,21 @@ def test_cropping_what_was_decoded_equals_never_having_decoded_it(text: str, cou
 @pytest.mark.parametrize("count", [1, 3, 17, 30])
 def test_cropping_into_the_prompt_and_going_on_differently(text: str, count: int) -> None:
     cropped = kvfold.Cache(tiny.ours(), text).prefill(tiny.ids(63))
+    before = fitted(cropped)
     cropped.crop(-count)
     cropped.prefill(tiny.ids(count + 2, seed=8))
     control = kvfold.Cache(tiny.ours(), text).prefill(
         torch.cat((tiny.ids(63)[:, : 63 - count], tiny.ids(count + 2, seed=8)), 1)
     )
+    if before:
+        # queries are dropped once something is fitted to them: it stays what it was, and the rest is as in any cache
+        after = fitted(cropped)
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        take_over_fitted(control, cropped)
     following = tiny.ids(5, seed=3)
+    near = policies.tolerance(text)
     torch.testing.assert_close(
-        caches.decode(cropped, following), caches.decode(control, following), rtol=1e-3, atol=1e-3
+        caches.decode(cropped, following), caches.decode(control, following), rtol=near, atol=near
     )
 
 

@@ -40,6 +40,13 @@ BAD = [
     ("refinekv(read=0.1, tau_mode=absolute)", "tau_mode=absolute has no meaning with read"),
     ("refinekv(read=0.1, fanout=8)", "fanout=8 has no meaning with read; leave one of them out"),
     ("refinekv(clusters=8)", "refinekv has no parameter 'clusters'"),
+    ("rowcodes(cluster=1)", "cluster must be a whole number from 2 to 256, got 1"),
+    ("rowcodes(cluster=16, group=32)", "group must be a whole number from 1 to 16, got 32"),
+    ("rowcodes(group=3)", "group must be a divisor of cluster=32, got 3"),
+    ("rowcodes(window=0)", "window must be a whole number of at least 1, got 0"),
+    ("rowcodes(tau=-1)", "tau must be a number of at least 0, got -1"),
+    ("rowcodes(tau=0.1, read=0.1)", "rowcodes takes one of tau and read, got both; leave one"),
+    ("rowcodes(read=0)", "read must be a whole number of tokens of at least 1, got 0"),
     ("quest(read=0)", "read must be a whole number of tokens of at least 1"),
     ("quest(read=nan)", "read must be"),
     ("quest(page=1)", "page must be a whole number from 2 to 256, got 1"),
@@ -84,6 +91,10 @@ GOOD = [
     "quest(read=0.1, page=32, dense_layers=0)",
     "doublep(p1=0.99, p2=0.9, segment=512, clusters=32, iterations=4)",
     "snapkv(keep=0.5) + refinekv(tau=0.02)",
+    "rowcodes",
+    "rowcodes(tau=0.001)",
+    "rowcodes(cluster=16, group=4, window=32, read=0.1)",
+    "snapkv(keep=0.5) + rowcodes(read=0.1)",
 ]
 
 
@@ -116,6 +127,8 @@ def test_budgets_in_other_words_are_the_same() -> None:
         ("quest", "read", 250.0),
         ("quest(read=0.0001)", "read", 0.0),
         ("doublep", "p2", 0.7),
+        ("rowcodes", "tau", 0.0003),
+        ("rowcodes(read=0.1)", "read", 100.0),
     ],
 )
 def test_the_knob_and_what_it_comes_to(text: str, knob: str, amount: float) -> None:

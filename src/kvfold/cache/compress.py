@@ -204,7 +204,7 @@ def _scores(
     policy: Policy,
 ) -> Tensor:
     """Score all rows: in one call where runs are equal, else one call per run; ``-inf`` where a run has no row."""
-    supplies = _supplies(policy, observed, replay_mass, call)
+    supplies = _supplies(evictor, str(policy.method), observed, replay_mass, call)
     common: dict[str, Any] = {
         "seen_tokens": seen,
         "keep": keep,
@@ -271,10 +271,10 @@ def _run_context(
 
 
 def _supplies(
-    policy: Policy, observed: Observations, replay_mass: Tensor | None, call: AttentionCall
+    evictor: Evictor, method: str, observed: Observations, replay_mass: Tensor | None, call: AttentionCall
 ) -> dict[str, Any]:
     """Collect what the method asked for; a need that was not observed is refused by name."""
-    needs, moments = policy.needs, observed.moments()
+    needs, moments = evictor.needs | evictor.extra_needs, observed.moments()
     missing = {
         Need.QUERIES: observed.queries is None,
         Need.QUERY_MOMENTS: moments is None,
@@ -288,11 +288,11 @@ def _supplies(
                 if need is Need.REPLAY
                 else "make the cache with observe=<that policy>, so that it watches the queries while it fills"
             )
-            raise CacheStateError(f"{policy.method} needs {need.name}, which this cache did not record; {fix}")
+            raise CacheStateError(f"{method} needs {need.name}, which this cache did not record; {fix}")
     queries = observed.queries if Need.QUERIES in needs else None
     if queries is not None:
         # the cache may have watched more queries, for another method
-        queries = queries[:, :, -policy.query_window :]
+        queries = queries[:, :, -evictor.query_window :]
     return {
         "queries": queries,
         "first_query": None if queries is None else observed.end - queries.shape[2],

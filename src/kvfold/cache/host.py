@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvfold.cache.rows import RowStore
 from kvfold.core.retrieve import Selection, Summaries
-from kvfold.kernels.attention import AttentionOutput, attend
+from kvfold.kernels.attention import AttentionOutput, attend, merge
 from kvfold.kernels.clusters import attend_selected
 from kvfold.kernels.clusters.layout import rows_of_clusters
+from kvfold.kernels.clusters.leftover import attend_left, sum_fetched
 
 
 class HostRows(RowStore):
@@ -149,9 +150,11 @@ def attend_fetched(
     kv_heads, expanded = store.kv_heads, selection.expanded
     group = expanded.shape[1] // kv_heads
     chosen = rows_of_clusters(expanded & exists[0].repeat_interleave(group, 1), levels[0], segments[0], covered)
+    if selection.rows is not None:
+        group, chosen = 1, selection.rows[..., :covered]
     union = chosen.view(chosen.shape[0], kv_heads, group, -1).any(2)
     width = int(union.sum(-1).max())
-    part = rest
+    part, sums = rest, None
     if width:
         rows = union.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :width]
         keys, values = store.fetch(rows)
@@ -170,6 +173,14 @@ def attend_fetched(
             rest=rest,
             scale=scale,
         )
+        if selection.rows is not None:
+            sums = sum_fetched(values, union.gather(2, rows), rows // segments[0], exists[0].shape[-1])
+    if selection.rows is not None and selection.left is not None:
+        counts = selection.rows.view(*exists[0].shape, segments[0]).sum(-1)
+        if sums is None:
+            sums = q.new_zeros(*exists[0].shape, store.values.shape[-1])
+        left = attend_left(q, sums, counts, selection.left, levels[0], exists[0], segments[0])
+        return merge([part, left])
     if "mean_keys" not in levels[0]:
         return part
     # means stand on the device; no row is read beside them

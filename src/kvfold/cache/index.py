@@ -1,7 +1,8 @@
 """Summaries of the clusters of a lane's rows, kept in step with the rows.
 
-What is summarised depends on the rows alone, never on when it was asked for: an index that was built at once, grew
-token by token, or was cropped and grew again holds the same. So a file need not hold it; loading builds it again.
+What is summarised depends on the rows alone, and on what a method has fitted to the prompt; never on when it was asked
+for: an index that was built at once, grew token by token, or was cropped and grew again holds the same. So a file need
+not hold it but for what was fitted; loading builds it again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from kvfold.cache.rows import RowStore
 from kvfold.core.errors import ShapeError
-from kvfold.core.retrieve import Retriever
+from kvfold.core.retrieve import Fitted, Retriever
 
 _BLOCK_ROWS = 1 << 18
 """Rows summarised in one call, over all heads: bounds what a method needs in between."""
-_READ_WHEN_CHOSEN = ("mean_values", "members")
+_READ_WHEN_CHOSEN = ("mean_values", "mean_value_steps", "members")
 """Summaries that are not looked at to choose."""
+_READ_FOR_ROWS = ("mean_keys", "mean_values", "mean_value_steps")
+"""Summaries that are read in place of rows."""
 
 
 class Widths(NamedTuple):
@@ -42,15 +45,18 @@ class ClusterIndex:
 
     Attributes:
         retriever: Whose summaries these are.
+        fitted: What it has found in the prompt, never written in place; empty where it fits nothing, or nothing yet.
+        fitted_at: Tokens seen by then.
         levels: Summaries with room for more, ``[batch, kv_heads, room, ...]``.
         exists: Which of them are there, bool, ``[batch, kv_heads, room]`` per level.
         counts: Complete segments of each level per (batch row, KV head).
         widths: Bytes of the summaries of one cluster.
     """
 
-    def __init__(self, retriever: Retriever):
+    def __init__(self, retriever: Retriever, fitted: Fitted | None = None, fitted_at: int = 0):
         """Make an index of nothing."""
-        self.retriever = retriever
+        self.retriever, self.fitted_at = retriever, fitted_at
+        self.fitted: dict[str, Tensor] = dict(fitted or {})
         self.levels: list[dict[str, Tensor]] = [{} for _ in retriever.segments]
         self.exists: list[Tensor] = []
         self.counts: list[list[list[int]]] = []
@@ -63,21 +69,28 @@ class ClusterIndex:
         return same_summaries(self.retriever, retriever)
 
     @property
+    def is_fitted(self) -> bool:
+        """Whether summaries can be made: the method has found what it needs to know of the prompt."""
+        return bool(self.fitted) or not self.retriever.query_window
+
+    @property
     def most(self) -> int:
         """Complete segments of the lowest level of the head that has the most."""
         return max((max(row) for row in self.counts[0]), default=0) if self.counts else 0
 
     def covered(self, row: int, head: int) -> int:
         """Rows of one run that clusters cover; they are its first ones."""
+        if not self.counts:
+            return 0
         return self.counts[0][row][head] * self.retriever.segments[0]
 
     def view(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[Tensor, ...]]:
         """Return the summaries of each level and which exist, without room behind the longest head.
 
-        No level is empty: one that has no cluster yet shows room for one.
+        No level is empty: one that has no cluster yet shows room for one. There are none before the first :meth:`sync`.
         """
         levels, exists = [], []
-        for level, room in enumerate(self._room):
+        for level, room in enumerate(self._room if self.counts else ()):
             most = max(1, max(max(row) for row in self.counts[level]))
             levels.append({name: t[:, :, : t.shape[2] // room * most] for name, t in self.levels[level].items()})
             exists.append(self.exists[level][:, :, : most * self._clusters(level)])
@@ -122,6 +135,7 @@ class ClusterIndex:
     def select(self, rows: list[int]) -> ClusterIndex:
         """Return an index of the given batch rows, in that order."""
         chosen = self._blank()
+        chosen.fitted = {name: tensor[rows] for name, tensor in self.fitted.items()}
         chosen.levels = [{name: tensor[rows] for name, tensor in level.items()} for level in self.levels]
         chosen.exists = [exists[rows] for exists in self.exists]
         chosen.counts = [[list(counts[row]) for row in rows] for counts in self.counts]
@@ -135,8 +149,12 @@ class ClusterIndex:
         copy._shared, self._shared = ([True for _ in self.levels] for _ in range(2))
         return copy
 
+    def emptied(self) -> ClusterIndex:
+        """Return an index of nothing that knows what was fitted: after other rows than the newest have gone."""
+        return ClusterIndex(self.retriever, self.fitted, self.fitted_at)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield a unique name and the value of every tensor held."""
+        """Yield a unique name and the value of every tensor held but of what was fitted."""
         for number, level in enumerate(self.levels):
             for name, tensor in level.items():
                 yield f"{number}.{name}", tensor
@@ -147,7 +165,7 @@ class ClusterIndex:
         return 1 if level else self.retriever.clusters_per_segment
 
     def _blank(self) -> ClusterIndex:
-        blank = ClusterIndex(self.retriever)
+        blank = self.emptied()
         blank._room, blank.widths = list(self._room), self.widths
         return blank
 
@@ -167,7 +185,8 @@ class ClusterIndex:
                 pool.new_zeros((1, 1, 1, size, pool.shape[-1]), device=store.device)
                 for pool in (store.keys, store.values)
             ]
-            found = self.retriever.summarise(probe[0], probe[1], level)
+            fitted = {name: tensor[:1, :1] for name, tensor in self.fitted.items()}
+            found = self.retriever.summarise(probe[0], probe[1], level, fitted)
             for name, tensor in found.items():
                 per = size if name == "members" else clusters
                 if tensor.shape[:3] != (1, 1, per):
@@ -193,7 +212,7 @@ class ClusterIndex:
         scored[level] = sum(n for name, n in each.items() if name not in _READ_WHEN_CHOSEN)
         represented, member = self.widths.represented, self.widths.member
         if level == 0:
-            represented, member = each.get("mean_keys", 0) + each.get("mean_values", 0), each.get("members", 0)
+            represented, member = sum(each.get(name, 0) for name in _READ_FOR_ROWS), each.get("members", 0)
         self.widths = Widths(tuple(scored), represented, member)
 
     def _add_equal(self, store: RowStore, level: int, start: int, stop: int) -> None:
@@ -207,13 +226,13 @@ class ClusterIndex:
             cut = [
                 side[:, :, rows].view(*side.shape[:2], end - at, size, -1).to(store.device) for side in (keys, values)
             ]
-            found = self.retriever.summarise(cut[0], cut[1], level)
+            found = self.retriever.summarise(cut[0], cut[1], level, self.fitted)
             for name, tensor in found.items():
                 per = tensor.shape[2] // (end - at)
                 self.levels[level][name][:, :, at * per : end * per] = tensor
 
     def _add(self, store: RowStore, level: int, wanted: list[list[int]]) -> None:
-        """Summarise what each run has completed; segments of all runs go in common calls."""
+        """Summarise what each run has completed; segments of all runs go in common calls, if nothing was fitted."""
         size = self.retriever.segments[level]
         step = max(1, _BLOCK_ROWS // size)
         pieces: list[tuple[int, int, int, int]] = []
@@ -224,7 +243,10 @@ class ClusterIndex:
         while pieces:
             taken: list[tuple[int, int, int, int]] = []
             total = 0
-            while pieces and (not taken or total + pieces[0][3] - pieces[0][2] <= step):
+            while pieces and (
+                not taken
+                or (total + pieces[0][3] - pieces[0][2] <= step and (not self.fitted or pieces[0][:2] == taken[0][:2]))
+            ):
                 taken.append(pieces.pop(0))
                 total += taken[-1][3] - taken[-1][2]
             keys, values = (
@@ -233,7 +255,8 @@ class ClusterIndex:
                 )
                 for pool in (store.keys, store.values)
             )
-            for name, tensor in self.retriever.summarise(keys, values, level).items():
+            fitted = _of_run(self.fitted, *taken[0][:2])
+            for name, tensor in self.retriever.summarise(keys, values, level, fitted).items():
                 per, at = tensor.shape[2] // total, 0
                 for row, head, start, stop in taken:
                     count = (stop - start) * per
@@ -253,6 +276,35 @@ class ClusterIndex:
         exists.copy_(torch.arange(exists.shape[2], device=exists.device) < ends)
 
 
+def fit(retriever: Retriever, store: RowStore, queries: Tensor, newest: int = 0) -> dict[str, Tensor]:
+    """Let a retriever find what it needs to know of the prompt.
+
+    Args:
+        retriever: One that fits something.
+        store: The rows.
+        queries: The prompt's last ones, ``[batch, q_heads, count, head_dim]``.
+        newest: Rows at the end that do not count; there are more than these.
+
+    Returns:
+        What :meth:`kvfold.core.retrieve.Retriever.fit` gives for all runs.
+    """
+    if store.is_uniform:
+        keys = store.dense(store.keys)[:, :, : store.lengths[0][0] - newest]
+        return retriever.fit(keys.to(store.device), queries)
+    group, found = queries.shape[1] // store.kv_heads, []
+    for row in range(store.batch):
+        for head in range(store.kv_heads):
+            keys = store.run(store.keys, row, head)
+            # a run without a row has nothing to say, but its state must have the shape of the others'
+            keys = keys[: len(keys) - newest] if len(keys) > newest else keys.new_zeros(1, keys.shape[-1])
+            own = queries[row : row + 1, head * group : (head + 1) * group]
+            found.append(retriever.fit(keys[None, None].to(store.device), own))
+    return {
+        name: torch.cat([one[name] for one in found]).view(store.batch, store.kv_heads, *tensor.shape[2:])
+        for name, tensor in found[0].items()
+    }
+
+
 def same_summaries(one: Retriever, other: Retriever) -> bool:
     """Whether two retrievers summarise alike and choose alike but for how much."""
     if one is other or one == other:
@@ -261,6 +313,10 @@ def same_summaries(one: Retriever, other: Retriever) -> bool:
         return False
     names = [field.name for field in dataclasses.fields(one) if field.name != one.knob]  # type: ignore[arg-type]
     return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def _of_run(fitted: Fitted, row: int, head: int) -> dict[str, Tensor]:
+    return {name: tensor[row : row + 1, head : head + 1] for name, tensor in fitted.items()}
 
 
 def _resized(tensor: Tensor, room: int) -> Tensor:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from kvfold.cache.compress import Eviction, Known, carry_out, plan
 from kvfold.cache.host import HostRows
-from kvfold.cache.index import ClusterIndex
+from kvfold.cache.index import ClusterIndex, fit
 from kvfold.cache.observe import Observations
 from kvfold.cache.reading import ReadLog, Rows, read_chosen, reader
 from kvfold.cache.rows import PAGE, RowStore
 from kvfold.cache.spec import AttentionCall, LayerSpec
 from kvfold.core.errors import CacheStateError
 from kvfold.core.policy import Policy
+from kvfold.core.retrieve import Retriever
 from kvfold.core.types import Need
 from kvfold.kernels.attention import AttentionOutput, attend, join_sinks, merge
 from kvfold.kernels.scores import received_attention
@@ -104,10 +105,10 @@ class Lane:
             if due:
                 self.compress(policy, spec, call)
             if prompt_ends and at == prompt:
-                if policy.evicts and policy.every is None:
-                    self.observed.forget()
                 if policy.retriever is not None:
                     self.index_rows(policy, spec)
+                if policy.evicts and policy.every is None:
+                    self.forget()
         if not pieces:
             return q.new_empty(*q.shape[:3], v.shape[-1])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
@@ -144,7 +145,7 @@ class Lane:
             self.replayed = self.replayed or self.replay_mass is not None
         if done is not None:
             self.fixed = self.seen
-            self.index = None
+            self.index = None if self.index is None else self.index.emptied()
         self.replay_mass = None
 
     def index_rows(self, policy: Policy, spec: LayerSpec, newest: int = 0) -> None:
@@ -159,10 +160,62 @@ class Lane:
         if retriever is None or not self.store.total_rows:
             self.index = None
             return
-        if self.index is None or not self.index.serves(retriever):
-            self.index = ClusterIndex(retriever)
+        self.index = self.ready_index(retriever, newest)
         self.index.retriever = retriever
-        self.index.sync(self.store, newest)
+        if self.index.is_fitted:
+            self.index.sync(self.store, newest)
+
+    def ready_index(self, retriever: Retriever, newest: int = 0) -> ClusterIndex:
+        """Return the lane's index, or an empty one where it has none of the retriever's, fitted if there is enough to.
+
+        Args:
+            retriever: Whose.
+            newest: Rows at the end that nothing may be fitted to.
+
+        Returns:
+            The index, not brought up to the rows.
+
+        Raises:
+            CacheStateError: If the retriever fits something to queries that were not remembered.
+        """
+        index = self.index
+        if index is not None and index.is_fitted and index.serves(retriever):
+            return index
+        index = ClusterIndex(retriever)
+        if index.is_fitted or self._mean_rows - newest < retriever.fit_rows:
+            return index
+        self.require_queries(retriever)
+        return ClusterIndex(
+            retriever, fit(retriever, self.store, cast(Tensor, self.observed.queries), newest), self.seen - newest
+        )
+
+    def require_queries(self, retriever: Retriever) -> None:
+        """Refuse a retriever that fits something to queries, where these were not remembered.
+
+        Args:
+            retriever: Any.
+
+        Raises:
+            CacheStateError: If so.
+        """
+        if not retriever.query_window or (
+            self.index is not None and self.index.is_fitted and self.index.serves(retriever)
+        ):
+            return
+        missed = self.observed.queries is None and self._mean_rows >= retriever.fit_rows
+        if missed or Need.QUERIES not in self.observed.needs:
+            raise CacheStateError(
+                f"{type(retriever).__name__} needs QUERIES, which this cache did not record; make the cache with "
+                "observe=<that policy>, so that it watches the queries while it fills"
+            )
+
+    @property
+    def _mean_rows(self) -> float:
+        return self.store.total_rows / (self.store.batch * self.store.kv_heads)
+
+    def forget(self) -> None:
+        """Drop what was remembered of queries, but for what a retriever has yet to fit something to."""
+        self.observed.forget(queries=self.index is None or self.index.is_fitted)
 
     def replay(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: int, start: int, stop: int) -> Tensor:
         """Attend like :meth:`extend` but keep nothing; record what rows ``start`` to ``stop`` receive.
@@ -202,6 +255,10 @@ class Lane:
                 f"crop must stay within the {self.seen - self.fixed} tokens appended since the last eviction, "
                 f"got {count}; fork the cache before a step that may have to be undone"
             )
+        index = self.index
+        if index is not None and self.seen - count < index.fitted_at and self.observed.queries is not None:
+            # what it was fitted to is gone, and can be fitted to again; where queries were dropped, it stays
+            self.index = None
         self.observed.crop(count, self.seen)
         self.store.crop(count)
         if self.index is not None:
@@ -220,6 +277,8 @@ class Lane:
         for prefix, held in (("index", self.index), ("log", self.log)):
             for name, tensor in () if held is None else held.tensors():
                 yield f"{prefix}.{name}", tensor
+        for name, tensor in () if self.index is None else self.index.fitted.items():
+            yield f"fitted.{name}", tensor
 
     def check(self, *, evicts: bool) -> None:
         """Verify the lane's own rules.
@@ -334,10 +393,13 @@ class Lane:
         store.append(k, v, self.seen)
         self.seen += 1
         self.index_rows(policy, spec, newest=1)
-        part = read_chosen(store, cast(ClusterIndex, self.index), q, call, spec, self.seen, self.log)
+        index = cast(ClusterIndex, self.index)
+        part = read_chosen(store, index, q, call, spec, self.seen, self.log)
         if watch:
             self.observed.add(q, self.seen, call)
             store.receive(q, part.lse, scale=call.scale, softcap=call.softcap)
+        elif not index.is_fitted:
+            self.observed.add_newest(q, self.seen)
         return part.output
 
     def _attend_full(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> AttentionOutput:

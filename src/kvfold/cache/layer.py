@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.cache.compress import Eviction, Known
 from kvfold.cache.lane import Lane
-from kvfold.cache.reading import ReadLog
+from kvfold.cache.reading import ReadLog, reader
 from kvfold.cache.spec import AttentionCall, LayerSpec
 from kvfold.core.errors import CacheStateError, ShapeError
 from kvfold.core.policy import Policy
@@ -154,6 +154,10 @@ class CacheLayer:
             raise CacheStateError(
                 "compress needs a cache that has been fed since it was made or loaded; feed it a token first"
             )
+        retriever = reader(policy, self.spec)
+        if retriever is not None:
+            for lane in self.lanes:
+                lane.require_queries(retriever)
         return [lane.plan(policy, self.spec, self.call, known, number) for number, lane in enumerate(self.lanes)]
 
     def settle(self, policy: Policy, done: list[Eviction | None]) -> None:
@@ -162,7 +166,14 @@ class CacheLayer:
             lane.settle(policy, eviction)
             lane.index_rows(policy, self.spec)
             if policy.every is None:
-                lane.observed.forget()
+                lane.forget()
+
+    def forget_fitted(self, policy: Policy) -> None:
+        """Drop queries that were remembered for a retriever alone, once it has fitted what it wanted to them."""
+        if policy.retriever is None or not policy.retriever.query_window or policy.every is not None:
+            return
+        for lane in self.lanes:
+            lane.forget()
 
     def forget_reads(self) -> None:
         """Count what is read from now on: under another policy it is another number."""

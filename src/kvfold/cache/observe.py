@@ -41,6 +41,12 @@ class Observations:
 
     def add(self, q: Tensor, seen: int, call: AttentionCall) -> None:
         """Take in new queries; the last one stands at position ``seen - 1``."""
+        self.add_newest(q, seen)
+        if Need.QUERY_MOMENTS in self.needs:
+            self._add_moments(q, seen, call)
+
+    def add_newest(self, q: Tensor, seen: int) -> None:
+        """Remember the newest of new queries, and leave the moments as they are."""
         if Need.QUERIES in self.needs and self.query_window:
             follows = self.queries is not None and seen - q.shape[2] == self.end
             if self.queries is None or not follows or q.shape[2] >= self.query_window:
@@ -48,8 +54,6 @@ class Observations:
             else:
                 self.queries = torch.cat((self.queries, q), dim=2)[:, :, -self.query_window :].clone()
             self.end = seen
-        if Need.QUERY_MOMENTS in self.needs:
-            self._add_moments(q, seen, call)
 
     def _add_moments(self, q: Tensor, seen: int, call: AttentionCall) -> None:
         first = seen - q.shape[2]
@@ -95,9 +99,11 @@ class Observations:
             self.queries = self.queries[:, :, :rest].clone() if rest > 0 else None
             self.end -= watched
 
-    def forget(self) -> None:
-        """Drop everything remembered."""
-        self.queries = self.total = self.outer = None
+    def forget(self, *, queries: bool = True) -> None:
+        """Drop everything remembered, or all but the queries."""
+        if queries:
+            self.queries = None
+        self.total = self.outer = None
         self.count = 0
 
     def select(self, rows: list[int]) -> Observations:

@@ -168,6 +168,7 @@ def read_chosen(
             rest_lse=rest.lse[:, :, 0].float(),
             rest_value_norm=norm,
             amount=torch.full((store.batch,), amount, device=q.device),
+            fitted=index.fitted,
         )
     )
     log.remaining, log.widths = chosen.remaining, index.widths
@@ -241,6 +242,8 @@ def _attend_runs(
                     expanded=cut(chosen.expanded),
                     represented=tuple(cut(bits) for bits in chosen.represented),
                     scored=tuple(number[one] for number in chosen.scored),
+                    rows=None if chosen.rows is None else cut(chosen.rows),
+                    left=None if chosen.left is None else chosen.left[one, qs],
                 ),
                 rest=AttentionOutput(rest.output[one, qs], rest.lse[one, qs]),
                 scale=call.scale,

@@ -1,6 +1,6 @@
 """A layer as named tensors and plain data, and back: what saving and loading is made of.
 
-Clusters of rows are not saved: they follow from the rows and are built again.
+Clusters of rows are not saved: they follow from the rows, and from what was fitted to the prompt, and are built again.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.cache.host import HostRows
+from kvfold.cache.index import ClusterIndex
 from kvfold.cache.lane import Lane
 from kvfold.cache.layer import CacheLayer
 from kvfold.cache.observe import Observations
-from kvfold.cache.reading import ReadLog
+from kvfold.cache.reading import ReadLog, reader
 from kvfold.cache.rows import RowStore
 from kvfold.core.errors import CacheStateError, DataError
 from kvfold.core.policy import Policy
@@ -41,6 +42,7 @@ def layer_state(layer: CacheLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "moment_count": lane.observed.count,
             "queries_end": lane.observed.end,
             "indexed": lane.index is not None,
+            "fitted_at": 0 if lane.index is None else lane.index.fitted_at,
             "log": lane.log.facts(),
             **{name: getattr(lane, name) for name in _LANE_FACTS},
         }
@@ -67,15 +69,18 @@ def restore_layer(layer: CacheLayer, tensors: dict[str, Tensor], facts: dict[str
         layer.lanes = [_restore_lane(layer, index, tensors, lane) for index, lane in enumerate(facts["lanes"])]
         layer.columns, layer.padded_at = int(facts["columns"]), int(facts["padded_at"])
         layer.check()
-        for lane, own in zip(layer.lanes, facts["lanes"], strict=True):
-            if own.get("indexed"):
-                lane.index_rows(policy, layer.spec)
+        retriever = reader(policy, layer.spec)
+        for number, (lane, own) in enumerate(zip(layer.lanes, facts["lanes"], strict=True)):
+            if own.get("indexed") and retriever is not None:
+                lane.index = ClusterIndex(retriever, _named(tensors, f"{number}.fitted."), int(own.get("fitted_at", 0)))
+                if lane.index.is_fitted:
+                    lane.index_rows(policy, layer.spec)
     except (KeyError, TypeError, IndexError, AttributeError, CacheStateError) as error:
         raise DataError(f"layer {layer.spec.layer_idx} of the saved cache is inconsistent: {error}") from error
 
 
 def _restore_lane(layer: CacheLayer, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Lane:
-    own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.partition(".")[0] == str(index)}
+    own = _named(tensors, f"{index}.")
     store = (HostRows if layer.on_host else RowStore)(
         facts["batch"],
         facts["kv_heads"],
@@ -99,7 +104,7 @@ def _restore_lane(layer: CacheLayer, index: int, tensors: dict[str, Tensor], fac
         end=int(facts["queries_end"]),
     )
     seen, fixed, decoded, replayed = (int(facts[name]) for name in _LANE_FACTS)
-    log = {name.partition(".")[2]: tensor for name, tensor in own.items() if name.startswith("log.")}
+    log = _named(own, "log.")
     return Lane(
         store=store,
         observed=observed,
@@ -109,3 +114,8 @@ def _restore_lane(layer: CacheLayer, index: int, tensors: dict[str, Tensor], fac
         replayed=bool(replayed),
         log=ReadLog.restore(facts["log"], log) if "log" in facts else ReadLog(),
     )
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Pick tensors by the start of their names, which is cut off."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -36,6 +36,7 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
     "refinekv": ("retrieve", f"{_RETRIEVE}.refinekv:RefineKV"),
     "quest": ("retrieve", f"{_RETRIEVE}.quest:Quest"),
     "doublep": ("retrieve", f"{_RETRIEVE}.doublep:DoubleP"),
+    "rowcodes": ("retrieve", f"{_RETRIEVE}.rowcodes:RowCodes"),
     "uniform": ("allocate", f"{_ALLOCATE}.uniform:Uniform"),
     "ada": ("allocate", f"{_ALLOCATE}.ada:AdaKV"),
     "pyramid": ("allocate", f"{_ALLOCATE}.pyramid:Pyramid"),

@@ -62,12 +62,13 @@ class Policy:
     @property
     def needs(self) -> Need:
         """What an engine must supply."""
-        return Need.NOTHING if self.evictor is None else self.evictor.needs | self.evictor.extra_needs
+        fits = Need.NOTHING if self.retriever is None else self.retriever.needs
+        return fits if self.evictor is None else fits | self.evictor.needs | self.evictor.extra_needs
 
     @property
     def query_window(self) -> int:
-        """How many of the newest queries the method reads."""
-        return 0 if self.evictor is None else self.evictor.query_window
+        """How many of the newest queries the methods read, the one that reads the most."""
+        return max((one.query_window for one in (self.evictor, self.retriever) if one is not None), default=0)
 
     def keep_tokens(self, seen_tokens: int, row_nbytes: int, *, slack_rows: int = 0) -> int:
         """Tokens per KV head that may stay of ``seen_tokens``; the protected ones are a floor.

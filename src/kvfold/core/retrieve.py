@@ -112,8 +112,13 @@ class Retriever(ABC):
 
     @property
     def query_window(self) -> int:
-        """How many of the prompt's newest queries :meth:`fit` asks for; 0 for a method that fits nothing."""
+        """How many of the newest queries :meth:`fit` asks for; 0 for a method that fits nothing."""
         return 0
+
+    @property
+    def fit_rows(self) -> int:
+        """Rows per KV head from which on it makes sense to fit something; fewer are read as they are."""
+        return 1
 
     def amount(self, rows: int, row_nbytes: int) -> float:
         """Say what :attr:`SelectContext.amount` is for a cache of this size.
@@ -129,11 +134,13 @@ class Retriever(ABC):
         return float(getattr(self, self.knob))
 
     def fit(self, keys: Tensor, queries: Tensor) -> dict[str, Tensor]:
-        """Find what summaries need to know of the prompt; once, when the first one ends, and kept from then on.
+        """Find what summaries need to know of keys and queries, once: it is kept from then on.
+
+        That is when the first prompt ends; while decoding, where the prompt had fewer than :attr:`fit_rows` rows.
 
         Args:
             keys: All rows held, at least one, ``[batch, kv_heads, rows, head_dim]``.
-            queries: The last ``query_window`` queries, after norm and RoPE, or more where others asked for more, or
+            queries: The last ``query_window`` queries, after norm and RoPE, more where others asked for more, and
                 fewer where there were fewer, ``[batch, q_heads, count, head_dim]``.
 
         Returns:

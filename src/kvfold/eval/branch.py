@@ -63,7 +63,7 @@ def branches(
             yield text, Cache(model, policy).prefill(context, chunk_size=chunk_size)  # type: ignore[arg-type]
             continue
         if dense is None:
-            watched = [one for one in shared if one.evicts]
+            watched = [one for one in shared if one.evicts or one.query_window]
             dense = Cache(model, observe=watched).prefill(context, chunk_size=chunk_size)  # type: ignore[arg-type]
         if Need.REPLAY in policy.needs:
             dense.read_again()

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvfold._version import __version__
 from kvfold.cache import io
 from kvfold.cache.layer import Replay
 from kvfold.cache.state import layer_state, restore_layer
@@ -360,8 +361,6 @@ class Cache(transformers.Cache):
         Raises:
             DataError: If the file cannot be written.
         """
-        from kvfold import __version__
-
         tensors: dict[str, Tensor] = {}
         layers: dict[str, object] = {}
         for view in self.views:

@@ -120,7 +120,7 @@ class LayerView(CacheLayerMixin):
             return self.core.read(query, call, valid)
         self._pending = False
         prompt, ends = self.owner.prompt_part(self.core.columns, query.shape[2])
-        return self.core.forward(
+        found = self.core.forward(
             query,
             key,
             value,
@@ -131,6 +131,9 @@ class LayerView(CacheLayerMixin):
             prompt_ends=ends,
             replay=self.owner.replay,
         )
+        if ends and not self.owner.observed:
+            self.core.forget_fitted(self.owner.acting)
+        return found
 
     def _require_own(self, module: nn.Module) -> None:
         """Refuse a module of another model than the cache's; looked for once, then remembered."""

@@ -58,8 +58,8 @@ def prefill(
     chunk_size: int | None,
     progress: Callable[[int, int], None] | None,
     replay_prompt: Tensor | None,
-) -> None:
-    """Feed a prompt; see :meth:`kvfold.Cache.prefill`."""
+) -> Tensor:
+    """Feed a prompt as :meth:`kvfold.Cache.prefill` does, and return the logits of its last column."""
     if input_ids.ndim != 2:
         raise ShapeError(
             must_be("input_ids", "[batch, tokens]", list(input_ids.shape), "add a batch axis with input_ids[None]")
@@ -96,16 +96,19 @@ def prefill(
         for start in range(0, total, step):
             stop = min(total, start + step)
             seen = None if attention_mask is None else attention_mask[:, : past + stop].to(device)
-            forward(cache, input_ids[:, start:stop].to(device), **_masked(seen, stop - start))
+            logits = forward(cache, input_ids[:, start:stop].to(device), **_masked(seen, stop - start))
             if progress is not None:
                 progress(stop, total)
     if Need.REPLAY in cache.policy.needs:
         cache.compress()
+    return logits
 
 
-def forward(cache: Cache, input_ids: Tensor, **inputs: Any) -> None:
-    """Call the model for the sake of its cache: logits of the last token alone are computed."""
-    cache.model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{cache_kwarg(): cache}, **inputs)
+def forward(cache: Cache, input_ids: Tensor, **inputs: Any) -> Tensor:
+    """Call the model for the sake of its cache: logits of the last token alone are computed, and returned."""
+    output = cache.model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{cache_kwarg(): cache}, **inputs)
+    logits: Tensor = output.logits
+    return logits[:, -1]
 
 
 def _masked(attention_mask: Tensor | None, count: int) -> dict[str, Tensor]:

@@ -117,6 +117,23 @@ def read_shares(cache: Cache) -> ReadShares | None:
     return ReadShares(scored / max(1, held), read / max(1, held), nbytes / max(1, dense_nbytes))
 
 
+def stored_share(cache: Cache) -> float:
+    """Say what a token reads where it reads every row: bytes of the rows held over those of an uncompressed cache.
+
+    Args:
+        cache: One that holds something.
+
+    Returns:
+        The share; positions and summaries are not counted, as nothing of them is read then.
+    """
+    stores = [lane.store for view in cache.views for lane in view.core.lanes]
+    held = sum(
+        store.total_rows * kv_row_nbytes(store.keys.shape[-1], store.values.shape[-1], store.keys.element_size())
+        for store in stores
+    )
+    return held / cache.dense_nbytes
+
+
 def _counted(lane: Lane) -> list[int]:
     """Rows chosen, means read, clusters looked at per level; over all sequences, heads and steps of a lane."""
     counted = lane.log.counted

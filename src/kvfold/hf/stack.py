@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from kvfold.cache.lane import Lane
 from kvfold.core.errors import CacheStateError, ConfigError, UnsupportedError
+from kvfold.core.memory import kv_row_nbytes
 from kvfold.hf.attention import CacheLength, tag
 from kvfold.hf.cache import Cache
 from kvfold.hf.compat import cache_kwarg
+from kvfold.hf.retrieve import ReadShares
 from kvfold.hf.stack_read import Readers, grouped
 from kvfold.kernels.attention import AttentionOutput, attend, join_sinks, merge
 
@@ -59,6 +61,7 @@ class StackedCache(transformers.Cache):
         self.model = model
         self.seen = torch.tensor([cache.seen_tokens[0] for cache in caches])
         self._order, groups = grouped(caches)
+        self._readers = groups[-1].stop if groups else 0
         self._moved = self._order != sorted(self._order)
         self._steps = _Steps()
         self._fresh: Tensor | None = None
@@ -141,28 +144,54 @@ class StackedCache(transformers.Cache):
         Returns:
             One share per sequence; 1 for one that reads everything, or decoded nothing.
         """
-        return self._shares(0)
+        return [1.0 if share is None else share.rows_read for share in self.read_shares()]
 
     def rows_scored(self) -> list[float]:
         """Return likewise the clusters that were looked at, per row held."""
-        return self._shares(1)
+        return [0.0 if share is None else share.rows_scored for share in self.read_shares()]
 
-    def _shares(self, which: int) -> list[float]:
-        steps, tail = self._steps.numbers(len(self._order))
-        found: list[list[float]] = [[0.0, 0.0] for _ in self._order]
+    def bytes_read(self) -> list[float]:
+        """Return likewise the bytes read, summaries included, per byte that an uncompressed cache would have read.
+
+        Returns:
+            One share per sequence; of one that reads everything, or decoded nothing, the share of rows that is held.
+        """
+        seen, held, dense = self.seen.tolist(), [0] * len(self._order), [0] * len(self._order)
         for layer in self._stacked:
-            chosen = layer.readers.totals()[which].tolist()
-            for row, held in enumerate(layer.held):
-                everything = held * steps[row] + layer.heads * tail[row]
-                read = 0 if which else everything
+            for row, number in enumerate(self._order):
+                held[number] += layer.held[row] * layer.row_nbytes
+                dense[number] += seen[number] * layer.heads * layer.row_nbytes
+        shares = zip(self.read_shares(), held, dense, strict=True)
+        return [own / whole if share is None else share.bytes_read for share, own, whole in shares]
+
+    def read_shares(self) -> list[ReadShares | None]:
+        """Sum up what the decode steps of each sequence have read, as its own cache would; waits for the device.
+
+        Returns:
+            One per sequence; ``None`` for one that has no retriever or decoded nothing.
+        """
+        seen, (steps, tail) = self.seen.tolist(), self._steps.numbers(len(self._order))
+        found: list[ReadShares | None] = [None] * len(self._order)
+        chosen = [layer.readers.totals(layer.row_nbytes).tolist() for layer in self._stacked]
+        for row in range(self._readers):
+            if not steps[row]:
+                continue
+            read = scored = held = nbytes = dense = 0
+            number = self._order[row]
+            for layer, (own_rows, own_scored, own_nbytes) in zip(self._stacked, chosen, strict=True):
+                new = layer.heads * tail[row]
+                whole, every = layer.held[row], 0
                 if row < layer.readers.count:
-                    read = chosen[row]
-                    if not which:
-                        read += layer.readers.left[row] * steps[row] + layer.heads * tail[row]
-                found[row][0] += read
-                found[row][1] += everything
-        shares = [read / held if held else float(not which) for read, held in found]
-        return [share for _, share in sorted(zip(self._order, shares, strict=True))]
+                    whole, every = layer.readers.left[row], layer.readers.members[row]
+                    read += own_rows[row]
+                    scored += own_scored[row]
+                    nbytes += own_nbytes[row]
+                read += whole * steps[row] + new
+                held += layer.held[row] * steps[row] + new
+                nbytes += (whole * steps[row] + new) * layer.row_nbytes + every * steps[row]
+                dense += (layer.heads * seen[number] * steps[row] + new) * layer.row_nbytes
+            found[number] = ReadShares(scored / max(1, held), read / max(1, held), nbytes / max(1, dense))
+        return found
 
 
 class _Steps:
@@ -201,6 +230,8 @@ class _StackedLayer(transformers.cache_utils.CacheLayerMixin):
         self.held = [lane.store.total_rows for lane in lanes]
         self.heads = lanes[0].store.kv_heads
         stores = [lane.store for lane in lanes]
+        widths = stores[0].keys.shape[-1], stores[0].values.shape[-1]
+        self.row_nbytes = kv_row_nbytes(*widths, stores[0].keys.element_size())
         width = -(-max(store.longest for store in stores) // _ALIGN) * _ALIGN
         like, heads, device = stores[0].keys, stores[0].kv_heads, stores[0].device
         shape = (len(stores), heads, width)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvfold.cache.index import ClusterIndex, same_summaries
+from kvfold.cache.index import ClusterIndex, Widths, same_summaries
 from kvfold.cache.lane import Lane
 from kvfold.core.memory import kv_row_nbytes
 from kvfold.core.retrieve import Retriever, SelectContext
@@ -79,8 +79,10 @@ class _Clusters:
         exists: Which are there.
         rows: Rows of the stack that they cover at most.
         amount: How much each cache reads.
-        read: Rows and means read so far per cache, summed over heads, int64.
-        scored: Clusters looked at so far.
+        counted: Rows read, means read and clusters of each level looked at so far, summed over heads, int64,
+            ``[2 + levels, caches]``.
+        widths: Bytes of the summaries of one cluster.
+        fitted: What the method has found in each prompt.
     """
 
     group: Group
@@ -88,8 +90,9 @@ class _Clusters:
     exists: tuple[Tensor, ...]
     rows: int
     amount: Tensor
-    read: Tensor
-    scored: Tensor
+    counted: Tensor
+    widths: Widths
+    fitted: dict[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -99,10 +102,12 @@ class Readers:
     Attributes:
         count: Rows of the stack that do; they are its first ones.
         left: Rows behind the clusters of each head, summed over heads, per row of the stack.
+        members: Bytes that say which rows each cluster has, per row of the stack; read in every step.
     """
 
     count: int = 0
     left: list[int] = field(default_factory=list)
+    members: list[int] = field(default_factory=list)
     _clusters: list[_Clusters] = field(default_factory=list)
     _left_k: Tensor | None = None
     _left_v: Tensor | None = None
@@ -132,6 +137,7 @@ class Readers:
             for index, lane in zip(own, lanes[group.start : group.stop], strict=True):
                 store = lane.store
                 starts = [index.covered(0, head) for head in range(store.kv_heads)]
+                made.members.append(sum(starts) * index.widths.member)
                 behind.append(
                     [
                         (store.run(store.keys, 0, head)[at:], store.run(store.values, 0, head)[at:])
@@ -214,15 +220,16 @@ class Readers:
                     rest_lse=part.lse[:, :, 0].float(),
                     rest_value_norm=norm[own],
                     amount=one.amount,
+                    fitted=one.fitted,
                 )
             )
             segments, group = one.group.method.segments, q.shape[1] // keys.shape[1]
-            exact, means, scored = count_read(
+            exact, means, _ = count_read(
                 chosen, segments=segments, levels=one.levels, exists=one.exists, q_per_kv=group
             )
             weight = 1 if counted is None else counted[own].to(exact.device)
-            one.read += (exact + means).sum(1) * weight
-            one.scored += scored.sum(1) * weight
+            numbers = torch.stack((exact, means, *(number.expand_as(exact) for number in chosen.scored)))
+            one.counted += numbers.sum(-1) * weight
             found.append(
                 attend_selected(
                     q[own],
@@ -238,18 +245,33 @@ class Readers:
             )
         return torch.cat(found)
 
-    def totals(self) -> Tensor:
-        """Return rows read because they were chosen and clusters looked at so far, int64, ``[2, count]``."""
-        if not self._clusters:
-            return torch.zeros(2, 0, dtype=torch.int64)
-        return torch.stack([torch.cat([getattr(one, name) for one in self._clusters]) for name in ("read", "scored")])
+    def totals(self, row_nbytes: int) -> Tensor:
+        """Say what has been read so far because it was chosen, or to choose.
+
+        Args:
+            row_nbytes: Bytes of one row.
+
+        Returns:
+            Rows and means read, clusters looked at, and the bytes of all of these, int64, ``[3, count]``.
+        """
+        found = [torch.zeros(3, 0, dtype=torch.int64)]
+        for one in self._clusters:
+            counted = one.counted.cpu()
+            prices = torch.tensor([row_nbytes, one.widths.represented, *one.widths.scored])
+            found.append(torch.stack((counted[:2].sum(0), counted[2:].sum(0), (prices[:, None] * counted).sum(0))))
+        return torch.cat(found, dim=1)
 
 
 def _index(lane: Lane, method: Retriever) -> ClusterIndex:
     """Return an index of all rows of a lane, which is not changed."""
-    own = lane.index
-    index = own.fork() if own is not None and own.serves(method) else ClusterIndex(method)
-    index.sync(lane.store)
+    index, store = lane.ready_index(method).fork(), lane.store
+    if index.is_fitted:
+        index.sync(store)
+        return index
+    # with so few rows all are read; what was not fitted takes its place beside that of others
+    blank = store.keys.new_zeros(1, store.kv_heads, 1, store.keys.shape[-1], device=store.device)
+    index = ClusterIndex(method, method.fit(blank, blank))
+    index.sync(store, newest=store.longest)
     return index
 
 
@@ -275,8 +297,9 @@ def _padded(group: Group, indexes: list[ClusterIndex], lanes: Sequence[Lane], nu
         exists=tuple(exists),
         rows=max(index.most for index in indexes) * group.method.segments[0],
         amount=torch.tensor(amounts, dtype=torch.float32, device=device),
-        read=torch.zeros(len(lanes), dtype=torch.int64, device=device),
-        scored=torch.zeros(len(lanes), dtype=torch.int64, device=device),
+        counted=torch.zeros(2 + len(levels), len(lanes), dtype=torch.int64, device=device),
+        widths=indexes[0].widths,
+        fitted={name: torch.cat([index.fitted[name] for index in indexes]) for name in indexes[0].fitted},
     )
 
 

@@ -178,7 +178,7 @@ def test_methods_that_differ_in_their_knob_alone_share_summaries() -> None:
 
 def test_summaries_of_another_form_are_refused_by_name() -> None:
     class Short(Nearest):
-        def summarise(self, keys: Tensor, values: Tensor, level: int) -> dict[str, Tensor]:
+        def summarise(self, keys: Tensor, values: Tensor, level: int, fitted: object = None) -> dict[str, Tensor]:
             return {"mean_keys": keys.mean(2)}
 
     with pytest.raises(ShapeError, match=r"Short\.summarise must return mean_keys as \[1, 1, 1, \.\.\.\]"):

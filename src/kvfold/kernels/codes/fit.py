@@ -13,7 +13,7 @@ from kvfold.kernels.codes.words import CODED, from_bytes, to_bytes
 _SHRINK = 0.1  # of the queries' mean energy, in all directions: those that no query looked in count for something
 _STEP = 0.335  # of 16 even steps for normal numbers, the width with the least error, in standard deviations
 _WILD = 0.01  # share of the rows that shape no frame: the longest ones, such as attention sinks
-_UNEVEN = 0.1  # so that no two directions tie, in which rounding would choose
+_UNSEEN = 0.01  # of the energy of rows, in directions in which few rows do not differ
 _HEADROOM = 2.0  # rows to come may be missed by more than those of the prompt
 _TILE_ROWS = 1 << 15  # rows of one head held in float32 at once
 
@@ -35,26 +35,24 @@ def fit_frame(keys: Tensor, queries: Tensor, segment: int) -> dict[str, Tensor]:
         times their steps, ``[batch, kv_heads, head_dim, 7]``; ``steps``, ``[batch, kv_heads, 7]``; ``longest``: the
         largest length that a code can say it misses, ``[batch, kv_heads]``. Float32 or wider.
     """
-    batch, kv_heads, rows, width = keys.shape
-    work = working_dtype(keys)
-    near = queries.to(work).reshape(batch, kv_heads, -1, width)
-    root, inverse = _roots(near.mT @ near / max(1, near.shape[2]))
+    batch, kv_heads, _, width = keys.shape
+    near = queries.to(working_dtype(keys)).reshape(batch, kv_heads, -1, width)
+    root, inverse = _roots((near.mT @ near / near.shape[2]).double())
     energy, used = _energy(keys, segment)
-    # few rows tell little of where the next ones lie: as many as dimensions, spread evenly, are added to them. A single
-    # one tells nothing, but its own length is known
-    whole = energy.diagonal(dim1=-2, dim2=-1).sum(-1)
-    if rows == 1:
-        whole = keys.to(work).square().sum((-1, -2))
-    whole = torch.where(whole > 0, whole, 1.0)
-    even = torch.linspace(1.0, 1.0 - _UNEVEN, width, dtype=work, device=keys.device).diag()
-    energy = energy + (whole / width * min(1.0, width / used))[..., None, None] * even
+    # few rows tell little of how far the next ones lie, and nothing of most directions: there, those in which queries
+    # look come first, and none ties with another, so that rounding does not choose
+    lack, even = min(1.0, width / used), torch.linspace(1.0, 0.5, width, dtype=energy.dtype, device=keys.device).diag()
+    length = energy.diagonal(dim1=-2, dim2=-1).sum(-1) / width
+    energy = energy + _UNSEEN * lack * torch.where(length > 0, length, 1.0)[..., None, None] * even
     spread, turn = torch.linalg.eigh(root @ energy @ root)
     spread, turn = spread.flip(-1).clamp_min(0.0), turn.flip(-1)
+    spread = spread + lack * spread.mean(-1, keepdim=True)
     steps = _STEP * spread[..., :CODED].sqrt()
     frame = root @ turn
     found = {"frame": frame, "weights": (inverse @ turn)[..., :CODED] * steps.unsqueeze(-2), "steps": steps}
-    missed = torch.stack([miss(tile, found)[1].amax(-1) for tile in _deviations(keys, segment)]).amax(0)
-    return found | {"longest": _HEADROOM * torch.maximum(missed, spread.sum(-1).sqrt())}
+    found = {name: tensor.to(near.dtype) for name, tensor in found.items()}
+    missed = torch.stack([miss(_from_stored(tile), found)[1].amax(-1) for tile in _clusters(keys, segment)]).amax(0)
+    return found | {"longest": _HEADROOM * torch.maximum(missed, spread.sum(-1).sqrt().to(near.dtype))}
 
 
 def miss(deviations: Tensor, fitted: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -75,6 +73,11 @@ def miss(deviations: Tensor, fitted: Mapping[str, Tensor]) -> tuple[Tensor, Tens
     return codes, torch.linalg.vector_norm(torch.cat((coded, turned[..., CODED:]), -1), dim=-1)
 
 
+def _from_stored(rows: Tensor) -> Tensor:
+    """Deviations of rows of clusters from the means as these are stored, ``[batch, kv_heads, rows, head_dim]``."""
+    return (rows - from_bytes(*to_bytes(rows.mean(-2)), rows.dtype).unsqueeze(-2)).flatten(2, 3)
+
+
 def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     """Square root of a second moment of queries, shrunk, and its inverse; the identity where there was no query."""
     width = moment.shape[-1]
@@ -86,8 +89,8 @@ def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     return vectors * lengths @ vectors.mT, vectors / lengths @ vectors.mT
 
 
-def _deviations(keys: Tensor, segment: int) -> Iterator[Tensor]:
-    """Yield how rows lie around the means of their clusters as these are stored, some clusters at a time.
+def _clusters(keys: Tensor, segment: int) -> Iterator[Tensor]:
+    """Yield clusters of rows, some at a time, ``[batch, kv_heads, clusters, rows, head_dim]``, float32 or wider.
 
     Rows behind the last complete cluster are left out, unless there is none: then all of them are one cluster.
     """
@@ -96,19 +99,26 @@ def _deviations(keys: Tensor, segment: int) -> Iterator[Tensor]:
     stop = keys.shape[2] // segment * segment
     for at in range(0, stop, step):
         rows = keys[:, :, at : min(stop, at + step)].to(working_dtype(keys))
-        rows = rows.reshape(*keys.shape[:2], -1, segment, keys.shape[-1])
-        yield (rows - from_bytes(*to_bytes(rows.mean(-2)), rows.dtype).unsqueeze(-2)).flatten(2, 3)
+        yield rows.reshape(*keys.shape[:2], -1, segment, keys.shape[-1])
 
 
 def _energy(keys: Tensor, segment: int) -> tuple[Tensor, int]:
-    """Mean ``dev dev'`` without the longest deviations, ``[batch, kv_heads, head_dim, head_dim]``, and of how many."""
-    lengths = torch.cat([torch.linalg.vector_norm(tile, dim=-1) for tile in _deviations(keys, segment)], -1)
+    """Mean ``dev dev'`` without the longest deviations, ``[batch, kv_heads, head_dim, head_dim]``, and of how many.
+
+    In float64, as are the eigenproblems: the ones that follow are small, and eigenvalues far apart.
+    """
+
+    def deviations() -> Iterator[Tensor]:
+        for tile in _clusters(keys, segment):
+            yield (tile - tile.mean(-2, keepdim=True)).flatten(2, 3)
+
+    lengths = torch.cat([torch.linalg.vector_norm(tile, dim=-1) for tile in deviations()], -1)
     used = lengths.shape[-1] - int(_WILD * lengths.shape[-1])
     bound = lengths.kthvalue(used, dim=-1, keepdim=True).values
     total, at = torch.zeros((), dtype=lengths.dtype, device=keys.device), 0
-    for tile in _deviations(keys, segment):
+    for tile in deviations():
         kept = lengths[..., at : at + tile.shape[2]] <= bound
         at += tile.shape[2]
         tame = tile * kept.unsqueeze(-1)
         total = total + tame.mT @ tame
-    return total / used, used
+    return (total / used).double(), used

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvfold.core.retrieve import Summaries
-from kvfold.kernels.clusters.logs import share
-from kvfold.kernels.clusters.risk import log_excess, log_growth, normaliser
+from kvfold.kernels.clusters.logs import LEAST
+from kvfold.kernels.clusters.risk import log_growth, normaliser
 from kvfold.kernels.codes.words import from_bytes, length_of, unpack
 
 
@@ -63,8 +63,12 @@ def row_risk(found: RowEstimate, rest_lse: Tensor) -> Tensor:
     Returns:
         In units of the longest value, ``[batch, kv_heads, q_per_kv, rows]``, finite; 0 for a row that is not there.
     """
+    # a row that is not there deviates by 0, which makes both factors 0
     growth = log_growth(found.deviation, found.deviation)
-    largest = normaliser(found.logits + growth, rest_lse)
-    total = normaliser(found.logits, rest_lse)
-    mass = share(found.logits + log_excess(growth) - largest)
-    return mass.add_(share(found.logits - total).mul_(torch.tanh(found.deviation / 2))).mul_(2)
+    mass = _shares(found.logits + growth, rest_lse).mul_(-torch.expm1(-growth))
+    return mass.add_(_shares(found.logits, rest_lse).mul_(torch.tanh(found.deviation / 2))).mul_(2)
+
+
+def _shares(logs: Tensor, rest_lse: Tensor) -> Tensor:
+    """Shares of rows in the mass of all and of the rest; next to 0 for a row that is not there."""
+    return (logs - normaliser(logs, rest_lse)).clamp_min_(LEAST).exp_()

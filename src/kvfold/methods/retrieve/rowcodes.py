@@ -17,6 +17,7 @@ from kvfold.methods.parameters import check_real, check_whole
 from kvfold.methods.retrieve.budget import check_read, rows_to_read
 
 _TAU = 0.0003
+_FIT_CLUSTERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +28,15 @@ class RowCodes(Retriever):
         choose rows by a few coordinates of their keys, and product quantisation of keys (PQCache); here the
         coordinates are those that the prompt's last queries look in, and a code also says how much it misses.
     Needs: keys and values; the last queries of the prompt, once; the query of each step.
-    Cost: 4 bytes per row, and per cluster a mean key and a mean value in a byte per number: 3 % of the rows at
-        cluster=32 and head_dim=64 or 128 in half precision. Once per KV head two eigenproblems of head_dim, and
+    Cost: 4 bytes per row, and per cluster a mean key and a mean value in a byte per number: 3.2 % of the rows at
+        cluster=32 and head_dim=64 in half precision, 2.4 % at 128. Once per KV head two eigenproblems of head_dim, and
         head_dim^2 + 7 head_dim numbers that are kept. A step reads all codes and mean keys, the rows that it chose,
         which lie scattered, and the mean values.
     Differs: the frame is fitted when the first prompt ends and kept: rows and queries of another kind later are
-        estimated worse, not read wrongly. Query heads of a KV head share the rows that one of them needs. The newest
-        rows, fewer than a cluster, are read as they are. How far a code is off is a root mean square over queries
-        like the prompt's last ones, no bound, so there is no certificate.
+        estimated worse, not read wrongly. A prompt of fewer rows than 8 clusters is read as it is, until there are
+        so many. Query heads of a KV head share the rows that one of them needs. The newest rows, fewer than a cluster,
+        are read as they are. How far a code is off is a root mean square over queries like those that the frame was
+        fitted to, no bound, so there is no certificate.
 
     Attributes:
         cluster: Consecutive rows that share a mean key and a mean value, 2 to 256, default 32.
@@ -83,6 +85,11 @@ class RowCodes(Retriever):
     def query_window(self) -> int:
         """Newest queries of the prompt that the frame is fitted to."""
         return self.window
+
+    @property
+    def fit_rows(self) -> int:
+        """Eight clusters: with fewer rows the frame fits those of later ones worse."""
+        return _FIT_CLUSTERS * self.cluster
 
     def amount(self, rows: int, row_nbytes: int) -> float:
         """The threshold, or rows per KV head."""
