@@ -43,6 +43,27 @@ def test_tables_say_score_difference_verdict_and_bytes(invoke: Invoke, model_dir
     assert len(RunFolder(tmp_path / "run").records()) == 2
 
 
+def test_tables_say_what_is_read_where_that_is_not_what_is_held(
+    invoke: Invoke, model_dir: Path, tmp_path: Path
+) -> None:
+    plain = invoke(*arguments(model_dir, tmp_path / "plain"))
+    assert "read" not in plain.stdout
+    reads = "refinekv(cluster=8, tau=0.5)"
+    result = invoke(*arguments(model_dir, tmp_path / "run", policies=reads))
+    lines = result.stdout.splitlines()
+    (row,) = (
+        row
+        for row in last_json(invoke(*arguments(model_dir, tmp_path / "run", "--json", policies=reads)))["rows"]
+        if row["policy"] == reads and row["task"] is not None
+    )
+    heading = next(i for i, line in enumerate(lines) if "smaller" in line)
+    assert lines[heading + 1].split()[-1] == "read"
+    assert "read: bytes read per token, of what dense reads" in result.stdout
+    assert f"{100 * row['bytes_read']:.1f} %" in result.stdout
+    assert row["rows_scored"] > 0
+    assert max(map(len, lines)) <= 80
+
+
 def test_json_is_the_last_line(invoke: Invoke, model_dir: Path, tmp_path: Path) -> None:
     both = ("--query-aware", "--query-agnostic", "--json")
     document = last_json(invoke(*arguments(model_dir, tmp_path / "run", *both)))

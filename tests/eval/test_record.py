@@ -36,6 +36,17 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     folder.open(settings())
 
 
+def test_records_of_before_reads_were_measured_are_read(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write(record())
+    path = folder.record_path("t", 64, False, 0)
+    plain = json.loads(path.read_text("utf-8"))
+    for name in ("bytes_read", "rows_scored"):
+        assert plain["results"][0].pop(name) is None
+    path.write_text(json.dumps(plain), "utf-8")
+    assert folder.records() == [record()]
+
+
 def test_records_come_in_order_of_task_length_and_index(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     places = [("a", 4096, 0), ("a", 16384, 2), ("a", 16384, 10), ("b", 512, 0)]

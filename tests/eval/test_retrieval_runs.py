@@ -12,6 +12,7 @@ from tests.eval.test_runner import records
 from tests.helpers import tiny
 from tests.helpers.caches import decode, own_tensors, storage_nbytes
 from tests.helpers.policies import READ_ALL, text
+from tests.hf.test_retrieve_stack import still
 
 from kvfold.core.policy import policy
 from kvfold.eval.branch import branches
@@ -19,9 +20,19 @@ from kvfold.eval.likelihood import nats_per_token
 from kvfold.hf.cache import Cache
 from kvfold.hf.compat import cache_kwarg
 
+__all__ = ["still"]
+
 BESIDE = f"{text('snapkv', 0.5, allocator='ada')} + refinekv(cluster=4, tau=0.3)"
 EVERYTHING = str(policy(READ_ALL[0]))
-FEW = [str(policy(one)) for one in ("refinekv(cluster=4, tau=0.5)", "quest(page=4, read=12, dense_layers=1)", BESIDE)]
+FEW = [
+    str(policy(one))
+    for one in (
+        "refinekv(cluster=4, tau=0.5)",
+        "quest(page=4, read=12, dense_layers=1)",
+        BESIDE,
+        "rowcodes(cluster=4, read=12)",
+    )
+]
 
 
 @pytest.mark.parametrize("mode", ["stacked", "alone"])
@@ -36,6 +47,34 @@ def test_rows_read_are_measured(mode: str, tmp_path: Path) -> None:
         assert 0 < beside.rows_read < evicted.rows_read == pytest.approx(0.5, abs=0.02)
         assert beside.stored_tokens == evicted.stored_tokens
         assert beside.nbytes > evicted.nbytes, "summaries are held too"
+        assert results["dense"].bytes_read == 1
+        assert evicted.bytes_read == pytest.approx(evicted.rows_read)
+        assert results["dense"].rows_scored is evicted.rows_scored is None
+        for one in (results[name] for name in FEW):
+            assert one.bytes_read is not None
+            assert one.rows_scored is not None
+            assert 0 < one.bytes_read < 1.2
+            assert one.bytes_read != one.rows_read, "summaries are not as wide as rows"
+            assert 0 < one.rows_scored < 0.25
+
+
+@pytest.mark.usefixtures("still")
+def test_both_modes_measure_the_same_reads(tmp_path: Path) -> None:
+    found = [records(tmp_path / mode, settings(FEW, mode=mode)) for mode in ("stacked", "alone")]
+    for stacked, alone in zip(*found, strict=True):
+        for one, other in zip(stacked.results, alone.results, strict=True):
+            assert one.output == other.output
+            assert one.bytes_read == pytest.approx(other.bytes_read)
+            assert one.rows_read == pytest.approx(other.rows_read)
+            assert one.rows_scored == pytest.approx(other.rows_scored)
+
+
+@pytest.mark.parametrize("mode", ["stacked", "alone"])
+def test_one_token_is_what_the_question_reads(mode: str, tmp_path: Path) -> None:
+    for record in records(tmp_path, settings(FEW, mode=mode, count=1, max_new_tokens=1)):
+        for one in record.results:
+            assert one.bytes_read == pytest.approx(one.rows_read)
+            assert one.rows_scored == (None if one.policy == "dense" else 0.0)
 
 
 @pytest.mark.parametrize("mode", ["stacked", "alone"])
@@ -58,6 +97,8 @@ def test_a_text_is_read_token_by_token(tmp_path: Path) -> None:
     for record in perplexities(tmp_path, policies=[*FEW, EVERYTHING]):
         results = {one.policy: one for one in record.results}
         assert 0 < results[FEW[0]].rows_read < 1
+        assert results["dense"].bytes_read == 1
+        assert results[FEW[0]].bytes_read != 1
         assert results[EVERYTHING].score == pytest.approx(results["dense"].score, abs=1e-4)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.browser import CHROMIUM, CONTRASTS, DRIVER, UNNAMED, Browser, browser
-from tests.helpers.runs import write_run
+from tests.helpers.runs import POLICIES, RETRIEVERS, write_run
 
 from kvfold.report.merge import gather
 from kvfold.report.page import build_page
@@ -16,6 +16,14 @@ from kvfold.report.summary import summarize
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
 
 EVIL = "<script>document.title='gone'</script><img src=x onerror=\"document.title='gone'\"> one two three four five"
+
+TITLES_CUT = """
+const whole = document.documentElement.clientWidth;
+return [...document.querySelectorAll(".plot")].filter((plot) => {
+  const [title, box] = [plot.querySelector(".xtitle"), plot].map((part) => part.getBoundingClientRect());
+  return title.left < box.left || title.right > box.right || title.right > whole;
+}).map((plot) => plot.id);
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +41,30 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "report.html"
 
 
+@pytest.fixture(scope="module")
+def reading(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reading")
+    write_run(folder / "run", policies=(*POLICIES[:4], *RETRIEVERS), count=5, aware=(False, True), timed=True)
+    evidence = gather([folder / "run"])
+    (folder / "report.html").write_text(build_page(evidence, summarize(evidence)), encoding="utf-8")
+    return folder / "report.html"
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1600])
-def test_fits_and_can_be_read(window: Browser, page: Path, width: int, dark: bool) -> None:
+@pytest.mark.parametrize("made", ["page", "reading"])
+def test_fits_and_can_be_read(
+    window: Browser, made: str, width: int, dark: bool, request: pytest.FixtureRequest
+) -> None:
+    page: Path = request.getfixturevalue(made)
     window.show(page, width=width, dark=dark)
     seen, poor = window.run(CONTRASTS)
     assert seen > 300
     assert not poor
     assert window.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert window.run("return document.querySelectorAll('.main-svg').length") >= 2
+    assert (window.run("return document.querySelectorAll('#plot-read .main-svg').length") > 0) == (made == "reading")
+    assert window.run(TITLES_CUT) == []
     assert not window.run(UNNAMED)
     assert window.log("browser") == []
     assert window.requests() == [page.as_uri()]
@@ -69,6 +92,29 @@ def test_figures_follow_choices_and_the_scheme(window: Browser, page: Path) -> N
     window.devtools("Emulation.setEmulatedMedia", features=scheme)
     window.run("return new Promise((done) => setTimeout(done, 300))")
     assert window.run(colour) != light
+
+
+def test_the_front_of_reading_follows_the_same_choices(window: Browser, reading: Path) -> None:
+    window.show(reading)
+    label = "return document.getElementById('plot-read').getAttribute('aria-label')"
+    said = window.run(label)
+    assert said.startswith("Mean score against bytes read per token. All tasks, equal weight, 4,096 tokens")
+    assert "of the bytes read" in said
+    for field, value in (("task", "qa_1"), ("length", "16384"), ("asked", "query-aware")):
+        window.run(
+            f"const s = document.getElementById('view-{field}'); s.value = '{value}';"
+            "s.dispatchEvent(new Event('change'));"
+        )
+    assert "qa_1, 16,384 tokens, query-aware" in window.run(label)
+    window.run("document.getElementById('plot-read-table').click()")
+    assert window.run("return document.getElementById('rows-task-qa_1-16384-aware').closest('details').open")
+    traces = "return document.querySelectorAll('#plot-read .scatterlayer .trace').length"
+    before = window.run(traces)
+    window.run("document.querySelector('#legend input').click()")
+    assert window.run(traces) == before - 1
+    box = "const b = document.querySelector('nav').getBoundingClientRect(); return [b.left, b.right, innerWidth]"
+    left, right, wide = window.run(box)
+    assert 0 <= left < right <= wide
 
 
 def test_a_line_is_hidden_with_the_keyboard(window: Browser, page: Path) -> None:

@@ -49,10 +49,16 @@ def show(summary: Summary) -> None:
         title = f"{place.task or 'all tasks'}, {place.length} tokens, {seen}, n={rows[0].count}"
         if rows[0].lower_is_better:
             title = f"{place.task}, {place.length} tokens, nats per token, lower is better, n={rows[0].count}"
-        table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+        # what is read says something of its own only where it is not what is held
+        read = any(row.retrieves for row in rows)
+        told = "read: bytes read per token, of what dense reads" if read else None
+        table = Table(
+            title=title, title_justify="left", caption=told, caption_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+        )
         # on two lines, so that 80 columns are enough
         timed = ["ttft, tpot"] if any(row.tpot_s is not None for row in rows) else []
-        for heading in ["policy", "score, 95 %", "to dense, 95 %", "verdict", "smaller", *timed]:
+        smaller = "smaller\nread" if read else "smaller"
+        for heading in ["policy", "score, 95 %", "to dense, 95 %", "verdict", smaller, *timed]:
             words = heading in ("policy", "verdict")
             width = len("distinguishable") if heading == "verdict" else None
             justify: Literal["left", "right"] = "left" if words else "right"
@@ -70,11 +76,12 @@ def _cells(row: Row) -> list[str]:
     verdict: str = "-" if gap is None else gap.verdict
     if row.lower_is_better and row.outcome in ("worse", "better"):
         verdict += f", {row.outcome}"
+    read = f"\n{100 * row.bytes_read:.1f} %" if row.bytes_read is not None and row.retrieves else ""
     extra = f"\nperplexity {exp(row.mean):.2f}" if row.lower_is_better else ""
     return [
         f"{row.mean:.3f}\n{row.low:.3f} to {row.high:.3f}{extra}",
         "-" if gap is None else f"{gap.difference:+.3f}\n{gap.low:+.3f} to {gap.high:+.3f}",
         verdict,
-        f"{row.factor:.2f}x",
+        f"{row.factor:.2f}x{read}",
         f"{seconds(row.ttft_s)}\n{seconds(row.tpot_s)}",
     ]

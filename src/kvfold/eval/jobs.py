@@ -13,8 +13,9 @@ from kvfold.eval.likelihood import nats_per_token
 from kvfold.eval.prompt import build_text
 from kvfold.eval.record import PolicyResult, RunSettings, SampleRecord
 from kvfold.eval.sample import Sample, TextSample
-from kvfold.eval.talk import filled, held, make_talk, share_read, talk_alone, talk_stacked
+from kvfold.eval.talk import filled, held, make_talk, talk_alone, talk_stacked, with_reads
 from kvfold.hf.cache import Cache
+from kvfold.hf.retrieve import read_shares
 
 
 class Job(NamedTuple):
@@ -117,8 +118,7 @@ def _text_record(model: Any, tokenizer: Any, job: Job, settings: RunSettings) ->
 
 def _text_result(policy: str, cache: Cache, tail: Tensor, holds: dict[str, Any]) -> PolicyResult:
     points = nats_per_token(cache, tail)
-    holds["rows_read"] *= share_read(cache)
-    return PolicyResult(policy=policy, output="", score=points, **holds)
+    return PolicyResult(policy=policy, output="", score=points, **with_reads(holds, read_shares(cache)))
 
 
 def _record(job: Job, sample: Sample | TextSample, tokens: int, results: Sequence[PolicyResult]) -> SampleRecord:

@@ -84,6 +84,10 @@ class PolicyResult(_Strict):
         stored_tokens: Mean rows held per compressed layer and KV head.
         rows_read: Rows read per decoded token as a share of the rows seen; equals the share stored for methods that
             evict.
+        bytes_read: Bytes read per decoded token, summaries included, as a share of what dense would read: see
+            :class:`kvfold.hf.retrieve.ReadShares`. Without a retriever, or where nothing was decoded, the share of the
+            bytes of rows that is held. ``None`` in records that were made before it was measured.
+        rows_scored: Clusters looked at per decoded token as a share of the rows seen; ``None`` without a retriever.
         prefill_s: Seconds to fill the cache and compress it, 0 in a later turn of a conversation; ``None`` where it was
             not measured alone.
         ttft_s: Seconds from the empty cache to the first answer token; from the question in a later turn of a
@@ -101,6 +105,8 @@ class PolicyResult(_Strict):
     dense_nbytes: int
     stored_tokens: float
     rows_read: float
+    bytes_read: float | None = None
+    rows_scored: float | None = None
     prefill_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None

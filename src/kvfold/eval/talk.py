@@ -22,6 +22,7 @@ from kvfold.eval.prompt import build_prompt, build_turn
 from kvfold.eval.record import PolicyResult, RunSettings
 from kvfold.eval.sample import Sample
 from kvfold.hf.cache import Cache
+from kvfold.hf.retrieve import ReadShares, read_shares, stored_share
 from kvfold.hf.stack import StackedCache
 
 
@@ -112,11 +113,11 @@ def talk_stacked(
             limits = [one.talk.limits[turn] for one in chosen]
             stack = StackedCache([one.cache for one in chosen])
             answers = answer_stack(stack, tails, limits, ends)
-            for one, tail, ids, share in zip(chosen, tails, answers, stack.rows_read(), strict=True):
+            for one, tail, ids, shares in zip(chosen, tails, answers, stack.read_shares(), strict=True):
                 one.said = torch.cat((tail, _row(ids)), dim=1)
                 output = tokenizer.decode(ids, skip_special_tokens=True)
                 points = score(one.talk.turns[turn], output)
-                holds = held(one.cache, share)
+                holds = with_reads(held(one.cache), shares)
                 one.results.append(PolicyResult(policy=one.policy, output=output, score=points, **holds))
     return [[one.results for one in own] for own in sides]
 
@@ -159,7 +160,7 @@ def talk_alone(model: Any, tokenizer: Any, talk: Talk, policy: str, settings: Ru
                 tpot_s=timed.rest_s / timed.steps if timed.steps else None,
                 arrivals=tuple((round(before + s, 6), n) for s, n in zip(timed.arrivals, characters, strict=False)),
                 peak_nbytes=torch.cuda.max_memory_allocated(device) - base if device.type == "cuda" else None,
-                **holds | {"rows_read": holds["rows_read"] * share_read(cache)},
+                **with_reads(holds, read_shares(cache)),
             )
         )
     return results
@@ -175,21 +176,37 @@ def filled(model: Any, policy: str, context: Tensor, settings: RunSettings) -> t
     return cache, time.perf_counter() - start
 
 
-def share_read(cache: Cache) -> float:
-    """Say which share of the rows held was read per decoded token; all of them without a retriever."""
-    share = cache.stats().rows_read
-    return 1.0 if share is None else share
-
-
-def held(cache: Cache, share: float = 1.0) -> dict[str, Any]:
-    """Say what a cache holds, and which share of it was read, in the fields of a result."""
+def held(cache: Cache) -> dict[str, Any]:
+    """Say what a cache holds, and what a token reads that reads all of it, in the fields of a result."""
     stats = cache.stats()
     stored = stats.stored_tokens[0]
     return {
         "nbytes": stats.nbytes,
         "dense_nbytes": stats.dense_nbytes,
         "stored_tokens": stored,
-        "rows_read": share * stored / stats.seen_tokens[0],
+        "rows_read": stored / stats.seen_tokens[0],
+        "bytes_read": stored_share(cache),
+        "rows_scored": None if cache.policy.retriever is None else 0.0,
+    }
+
+
+def with_reads(holds: dict[str, Any], shares: ReadShares | None) -> dict[str, Any]:
+    """Put what decode steps have read into what :func:`held` gave.
+
+    Args:
+        holds: The fields.
+        shares: ``None`` if every step has read all rows, or there was none.
+
+    Returns:
+        The fields.
+    """
+    if shares is None:
+        return holds
+    stored = holds["rows_read"]
+    return holds | {
+        "rows_read": stored * shares.rows_read,
+        "bytes_read": shares.bytes_read,
+        "rows_scored": stored * shares.rows_scored,
     }
 
 

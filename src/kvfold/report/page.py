@@ -30,7 +30,7 @@ def build_page(evidence: Evidence, summary: Summary) -> str:
         MissingExtraError: If plotly is not installed.
     """
     model = evidence.runs[0].settings.model
-    links = [tag("a", title, href=f"#{key}") for key, title in page_sections.TITLES.items()]
+    links = [tag("a", title, href=f"#{key}") for key, title in page_sections.titles(summary).items()]
     return write_document(
         f"kvfold report: {_short_name(model)}",
         _header(evidence),

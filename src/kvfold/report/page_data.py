@@ -7,7 +7,7 @@ from typing import Any
 
 from kvfold.eval.metrics import NLL
 from kvfold.report import page_words as words
-from kvfold.report.figures.fronts import TEMPLATE, front
+from kvfold.report.figures.fronts import TEMPLATE, Cost, cost_of, front, on_front
 from kvfold.report.figures.palette import DASHES, SYMBOLS, Style, styles
 from kvfold.report.merge import DENSE, Asked, Evidence
 from kvfold.report.page_answers import replayed
@@ -55,20 +55,26 @@ def _views(summary: Summary, style: dict[str, Style]) -> list[dict[str, Any]]:
             "table": anchor(place),
             "words": _in_words(summary.rows[place]),
             "bytes": front(summary.rows[place], "bytes", style),
+            **(_reading(summary.rows[place], style) if summary.reads_less else {}),
             "time": front(summary.rows[place], "time", style),
         }
         for place in summary.places
     ]
 
 
-def _in_words(rows: tuple[Row, ...]) -> str:
+def _reading(rows: tuple[Row, ...], style: dict[str, Style]) -> dict[str, Any]:
+    return {"read": front(rows, "read", style), "words_read": _in_words(rows, "read")}
+
+
+def _in_words(rows: tuple[Row, ...], cost: Cost = "bytes") -> str:
     """Say what a front shows, for those who do not see it."""
+    what = "of the bytes read" if cost == "read" else "of the bytes"
     dense = [row for row in rows if row.policy == DENSE]
     parts = [f"Dense scores {words.score(row.mean)}, 95 % CI {words.interval(row.low, row.high)}." for row in dense]
     parts += [
-        f"{row.policy} scores {words.score(row.mean)} at {words.percent(row.share)} of the bytes, {words.verdict(row)}."
+        f"{row.policy} scores {words.score(row.mean)} at {at:.1f} % {what}, {words.verdict(row)}."
         for row in rows
-        if row.front and row.policy != DENSE
+        if on_front(row, cost) and row.policy != DENSE and (at := cost_of(row, cost)) is not None
     ]
     return " ".join([*parts, f"{len(rows)} policies; the table holds every number."])
 

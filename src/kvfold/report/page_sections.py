@@ -23,15 +23,46 @@ TITLES = {
     "setup": "Configuration",
 }
 
+_READ = "Score against reading"
+"""Of the section that stands after the first front, where a policy reads less than it holds."""
+_READING = (
+    "A policy with a retriever holds every row that its evictor leaves and reads, for each token that it decodes, "
+    "summaries of clusters, the rows that the query chooses by them, means in place of other rows, and the newest "
+    "rows, which no cluster covers yet; layers that read everything count in full. Any other policy reads all rows "
+    "that it holds. The question is not counted: it reads everything."
+)
+_READ_MARKS = (
+    "The same scores against the bytes read per token, as a share of what dense would read. A filled mark is on this "
+    "front: nothing that reads fewer bytes scores as well."
+)
+
+
+def titles(summary: Summary) -> dict[str, str]:
+    """Return the headings of the sections that a page has, top to bottom.
+
+    Args:
+        summary: The numbers.
+
+    Returns:
+        By id.
+    """
+    if not summary.reads_less:
+        return TITLES
+    return {key: title for at, title in TITLES.items() for key, title in _with_read(at, title)}
+
+
+def _with_read(key: str, title: str) -> list[tuple[str, str]]:
+    return [(key, title), ("read", _READ)] if key == "bytes" else [(key, title)]
+
 
 def section(key: str, *children: Child) -> Markup:
     """Write a section under its heading."""
-    heading = tag("h2", TITLES[key], id=f"{key}-title")
+    heading = tag("h2", TITLES.get(key, _READ), id=f"{key}-title")
     return tag("section", heading, children, id=key, aria_labelledby=f"{key}-title")
 
 
 def short(summary: Summary) -> Markup:
-    """Say, for each length, which smallest cache is not distinguishable from dense.
+    """Say, for each length, which smallest cache and which least reading are not distinguishable from dense.
 
     Args:
         summary: The numbers.
@@ -39,7 +70,13 @@ def short(summary: Summary) -> Markup:
     Returns:
         The section.
     """
-    found = [tag("li", _finding(place, summary.rows[place])) for place in summary.places if place.task is None]
+    found = [
+        tag("li", finding)
+        for place in summary.places
+        if place.task is None
+        for finding in (_finding(place, summary.rows[place]), _reading(place, summary.rows[place]))
+        if finding
+    ]
     notes = [tag("li", note) for note in summary.notes]
     caution = (
         "\u201cNot distinguishable\u201d does not mean equal: the interval says how large a loss this run may have "
@@ -51,11 +88,14 @@ def short(summary: Summary) -> Markup:
 
 
 def _finding(place: Place, rows: Sequence[Row]) -> list[Child]:
-    where = tag("b", f"{place.length:,} tokens, {words.awareness(place.query_aware)}: ")
-    others = [row for row in rows if row.difference is not None]
+    where = _where(place)
+    if len(rows) == 1:
+        return [where, "only dense was run."]
+    # what reads by query and evicts nothing is not meant to be smaller
+    others = [row for row in rows if row.difference is not None and (row.share < 1 or not row.retrieves)]
     good = [row for row in others if row.outcome != "worse" and row.share < 1]
     if not others:
-        return [where, "only dense was run."]
+        return []
     best = min(good, key=lambda row: row.share) if good else max(others, key=lambda row: row.worth)
     numbers = (
         f" holds {words.percent(best.share)} of the bytes ({words.factor(best.factor)} smaller) and scores "
@@ -65,14 +105,34 @@ def _finding(place: Place, rows: Sequence[Row]) -> list[Child]:
     return [where, lead, tag("code", best.policy), numbers]
 
 
+def _reading(place: Place, rows: Sequence[Row]) -> list[Child]:
+    read = [
+        (row.bytes_read, row) for row in rows if row.retrieves and row.bytes_read is not None and row.bytes_read < 1
+    ]
+    good = [(share, row) for share, row in read if row.outcome != "worse"]
+    if not read:
+        return []
+    share, best = min(good, key=lambda one: one[0]) if good else max(read, key=lambda one: one[1].worth)
+    numbers = (
+        f" reads {words.percent(share)} of dense\u2019s bytes per token, holds {words.percent(best.share)} and scores "
+        f"{words.score(best.mean)}, {words.verdict(best)}: {words.difference(best)}, n = {best.count}."
+    )
+    lead = "" if good else "every policy that reads less than it holds scored worse than dense; the least loss: "
+    return [_where(place), lead, tag("code", best.policy), numbers]
+
+
+def _where(place: Place) -> Markup:
+    return tag("b", f"{place.length:,} tokens, {words.awareness(place.query_aware)}: ")
+
+
 def fronts(summary: Summary) -> Markup:
-    """Write the two fronts with the choices that they share.
+    """Write the fronts with the choices that they share.
 
     Args:
         summary: The numbers.
 
     Returns:
-        Both sections.
+        Their sections.
     """
     tasks = list(dict.fromkeys(place.task for place in summary.places))
     asked = list(dict.fromkeys(words.awareness(place.query_aware) for place in summary.places))
@@ -96,7 +156,10 @@ def fronts(summary: Summary) -> Markup:
         "--mode alone to measure it."
     )
     drawn = [tag("p", time), _figure("time")] if summary.timed else [tag("p", unmeasured, class_="quiet")]
-    return Markup(section("bytes", tag("p", memory), choices, legend, _figure("bytes")) + section("time", drawn))
+    parts = [section("bytes", tag("p", memory), choices, legend, _figure("bytes"))]
+    if summary.reads_less:
+        parts.append(section("read", tag("p", _READING), tag("p", _READ_MARKS), _figure("read")))
+    return Markup("".join([*parts, section("time", drawn)]))
 
 
 def _figure(cost: str) -> Markup:

@@ -45,20 +45,22 @@ def score_table(summary: Summary, places: Sequence[Place], caption: str) -> Mark
         The table in its box.
     """
     timed = any(row.tpot_s is not None for place in places for row in summary.rows[place])
+    reads = any(row.retrieves for place in places for row in summary.rows[place])
     heads = ["Policy", "Question", "n", "Score (95 % CI)", "To dense (95 % CI)", "Verdict", "Bytes held", "Factor"]
+    heads += ["Rows read", "Bytes read"] if reads else []
     heads += ["First token", "Per token", "n timed"] if timed else []
-    numeric = {"n", "Bytes held", "Factor", "First token", "Per token", "n timed"}
+    numeric = {"n", *heads[heads.index("Bytes held") :]}
     head = [tag("th", name, scope="col", class_="number" if name in numeric else None) for name in heads]
     groups = []
     for place in places:
         name = f"{place.length:,} tokens, {words.awareness(place.query_aware)}"
         title = tag("th", tag("span", name), scope="rowgroup", colspan=len(heads), id=anchor(place))
-        rows = [_row(row, timed) for row in summary.rows[place]]
+        rows = [_row(row, reads, timed) for row in summary.rows[place]]
         groups.append(tag("tbody", tag("tr", title, class_="group"), rows))
     return box(caption, tag("table", tag("caption", caption), tag("thead", tag("tr", head)), groups, class_="scores"))
 
 
-def _row(row: Row, timed: bool) -> Markup:
+def _row(row: Row, reads: bool, timed: bool) -> Markup:
     found = row.difference.verdict if row.difference is not None else None
     mark = _MARKS.get(found or "")
     extra = f", {words.perplexity(row)}" if row.lower_is_better else ""
@@ -73,6 +75,9 @@ def _row(row: Row, timed: bool) -> Markup:
         tag("td", words.percent(row.share), class_="number"),
         tag("td", words.factor(row.factor), class_="number"),
     ]
+    if reads:
+        known = words.percent(row.bytes_read) if row.bytes_read is not None else "\N{EN DASH}"
+        cells += [tag("td", text, class_="number") for text in (words.percent(row.rows_read), known)]
     if timed:
         cells += [
             tag("td", text, class_="number")

@@ -7,9 +7,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from kvfold.core.errors import ConfigError
+from kvfold.core.catalogue import find
+from kvfold.core.errors import ConfigError, DataError
 from kvfold.core.parse import Call, parse_calls
 from kvfold.eval.metrics import NLL
 from kvfold.eval.record import PolicyResult
@@ -18,6 +20,8 @@ from kvfold.report.merge import DENSE, Asked, Evidence
 
 _BUDGETS = ("keep", "tau", "rank")
 """Parameters along which one line of a plot runs."""
+_KNOBS = ("tau", "epsilon", "read", "p2")
+"""Those of retrievers, each of which takes some of them."""
 Outcome = Literal["worse", "better", "not distinguishable"]
 
 
@@ -61,12 +65,16 @@ class Row:
         share: Bytes held, measured, as a share of the dense cache's.
         factor: Its inverse.
         rows_read: Mean share of rows read per decoded token.
+        bytes_read: Mean of the bytes read per decoded token as a share of what dense reads; ``None`` in old records.
+        rows_scored: Mean share of clusters looked at; ``None`` without a retriever.
         ttft_s: Median time from the empty cache to the first token, later turns of conversations left out; mean of the
             tasks' medians.
         tpot_s: Median time per further token; mean of the tasks' medians.
         timed: Samples with times.
         lower_is_better: Whether the scores are nats per token of a text.
         front: Whether no policy here holds no more bytes and scores no worse, one of them strictly.
+        front_read: Whether none reads no more bytes and scores no worse, one of them strictly; false where that was not
+            measured.
     """
 
     place: Place
@@ -79,11 +87,19 @@ class Row:
     share: float
     factor: float
     rows_read: float
+    bytes_read: float | None
+    rows_scored: float | None
     ttft_s: float | None
     tpot_s: float | None
     timed: int
     lower_is_better: bool = False
     front: bool = False
+    front_read: bool = False
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether it was measured what a retriever reads, which is not what is held."""
+        return self.rows_scored is not None and self.bytes_read is not None
 
     @property
     def worth(self) -> float:
@@ -119,6 +135,15 @@ class Summary:
         """Whether any policy's time per token was measured."""
         return any(row.tpot_s is not None for rows in self.rows.values() for row in rows)
 
+    @property
+    def reads_less(self) -> bool:
+        """Whether some policy's tokens read fewer bytes than it holds."""
+        return any(
+            row.retrieves and row.bytes_read is not None and row.bytes_read < row.share
+            for rows in self.rows.values()
+            for row in rows
+        )
+
 
 def line_of(policy: str) -> Line:
     """Say which line of a plot a policy belongs to."""
@@ -126,9 +151,27 @@ def line_of(policy: str) -> Line:
         calls = parse_calls(policy)
     except ConfigError:
         return Line(policy, policy, "")
-    bare = [Call(call.name, {k: v for k, v in call.params.items() if k not in _BUDGETS}) for call in calls]
+    bare = [_without_budget(call) for call in calls]
     allocators = [str(call.params["allocator"]) for call in calls if "allocator" in call.params]
     return Line(" + ".join(map(str, bare)), " + ".join(call.name for call in calls), ", ".join(allocators))
+
+
+def _without_budget(call: Call) -> Call:
+    """Drop what a line runs along; a knob of a retriever that is not its usual one makes a line of its own."""
+    usual = _usual_knob(call.name)
+    budgets = _BUDGETS if usual is None else _KNOBS
+    others = {k: v for k, v in call.params.items() if k not in budgets}
+    named = {k: "\N{HORIZONTAL ELLIPSIS}" for k in call.params if k in budgets and usual not in (None, k)}
+    return Call(call.name, {**named, **others})
+
+
+@cache
+def _usual_knob(name: str) -> str | None:
+    try:
+        knob: str = find(name, "retrieve").load()().knob
+    except (ConfigError, DataError):
+        return None
+    return knob
 
 
 def summarize(evidence: Evidence, progress: Callable[[int, int], None] | None = None) -> Summary:
@@ -214,6 +257,8 @@ def _row(place: Place, policy: str, tasks: Sequence[Sequence[Asked]], own: Diffe
         share=share,
         factor=1 / share,
         rows_read=statistics.fmean(statistics.fmean(result.rows_read for result in task) for task in results),
+        bytes_read=_mean([[result.bytes_read for result in task] for task in results]),
+        rows_scored=_mean([[result.rows_scored for result in task] for task in results]),
         ttft_s=_median([[result.ttft_s if result.prefill_s else None for result in task] for task in results]),
         tpot_s=_median([[result.tpot_s for result in task] for task in results]),
         timed=sum(result.tpot_s is not None for task in results for result in task),
@@ -225,6 +270,12 @@ def _share(results: Sequence[PolicyResult]) -> float:
     return sum(result.nbytes for result in results) / sum(result.dense_nbytes for result in results)
 
 
+def _mean(tasks: Sequence[Sequence[float | None]]) -> float | None:
+    """Mean over tasks of the mean over samples; nothing where a task was not measured."""
+    known = [[value for value in task if value is not None] for task in tasks]
+    return statistics.fmean(map(statistics.fmean, known)) if all(known) else None
+
+
 def _median(tasks: Sequence[Sequence[float | None]]) -> float | None:
     """Mean over tasks of the median over samples; nothing where a task was not timed."""
     known = [[value for value in task if value is not None] for task in tasks]
@@ -232,13 +283,22 @@ def _median(tasks: Sequence[Sequence[float | None]]) -> float | None:
 
 
 def _mark_front(rows: Sequence[Row]) -> tuple[Row, ...]:
-    def beaten(row: Row) -> bool:
-        return any(
-            other.share <= row.share and other.worth >= row.worth and (other.share, other.mean) != (row.share, row.mean)
-            for other in rows
+    held = [row.share for row in rows]
+    read = [row.bytes_read for row in rows]
+    return tuple(
+        dataclasses.replace(
+            row, front=_unbeaten(row, held[i], rows, held), front_read=_unbeaten(row, read[i], rows, read)
         )
+        for i, row in enumerate(rows)
+    )
 
-    return tuple(dataclasses.replace(row, front=not beaten(row)) for row in rows)
+
+def _unbeaten(row: Row, cost: float | None, rows: Sequence[Row], costs: Sequence[float | None]) -> bool:
+    """Whether none of the rows costs no more and scores no worse, one of them strictly."""
+    return cost is not None and not any(
+        own is not None and own <= cost and other.worth >= row.worth and (own, other.mean) != (cost, row.mean)
+        for other, own in zip(rows, costs, strict=True)
+    )
 
 
 def row_json(row: Row) -> dict[str, Any]:

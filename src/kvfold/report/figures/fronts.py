@@ -11,8 +11,12 @@ from kvfold.report.figures.palette import DASHES, SYMBOLS, Style
 from kvfold.report.merge import DENSE
 from kvfold.report.summary import Row, line_of
 
-Cost = Literal["bytes", "time"]
-AXES: dict[Cost, str] = {"bytes": "Bytes held, % of dense (measured)", "time": "Time per token, ms (median)"}
+Cost = Literal["bytes", "read", "time"]
+AXES: dict[Cost, str] = {
+    "bytes": "Bytes held, % of dense (measured)",
+    "read": "Bytes read per token, % of dense",
+    "time": "Time per token, ms (median)",
+}
 
 TEMPLATE: dict[str, Any] = {
     "layout": {
@@ -32,11 +36,11 @@ TEMPLATE: dict[str, Any] = {
         },
         "xaxis": {
             "gridcolor": "var(--line)", "linecolor": "var(--control)", "zeroline": False, "fixedrange": True,
-            "ticks": "outside", "tickcolor": "var(--control)", "automargin": True,
+            "ticks": "outside", "tickcolor": "var(--control)", "automargin": True, "title": {"font": {"size": 14}},
         },
         "yaxis": {
             "gridcolor": "var(--line)", "linecolor": "var(--control)", "zeroline": False, "fixedrange": True,
-            "automargin": True,
+            "automargin": True, "title": {"font": {"size": 14}},
         },
     }
 }  # fmt: skip
@@ -47,7 +51,14 @@ def cost_of(row: Row, cost: Cost) -> float | None:
     """Return where a row stands on the axis of a cost, in the axis's unit."""
     if cost == "bytes":
         return 100 * row.share
+    if cost == "read":
+        return None if row.bytes_read is None else 100 * row.bytes_read
     return None if row.tpot_s is None else 1000 * row.tpot_s
+
+
+def on_front(row: Row, cost: Cost) -> bool:
+    """Whether nothing that costs no more scores as well; times are medians of few samples, so nothing is said there."""
+    return {"bytes": row.front, "read": row.front_read, "time": True}[cost]
 
 
 def lines(rows: Sequence[Row], cost: Cost) -> dict[str, list[Row]]:
@@ -86,7 +97,7 @@ def front(rows: Sequence[Row], cost: Cost, style: Mapping[str, Style]) -> dict[s
             _shape("line", dense.mean, dense.mean, line={"color": "var(--dense)", "width": 1.5, "dash": "dash"}),
         ],
     }
-    if cost == "bytes":
+    if cost != "time":
         layout["xaxis"] |= {"range": [0, max(104.0, *(1.04 * (cost_of(row, cost) or 0) for row in rows))]}
     return {"data": data, "layout": layout}
 
@@ -106,7 +117,7 @@ def _shape(kind: str, low: float, high: float, **extra: Any) -> dict[str, Any]:
 def _trace(name: str, line: Sequence[Row], cost: Cost, style: Style) -> dict[str, Any]:
     colour = f"var(--series-{style.colour})"
     # A filled mark is on the front; a hollow one is beaten by another policy.
-    fill = [colour if row.front or cost == "time" else "var(--surface)" for row in line]
+    fill = [colour if on_front(row, cost) else "var(--surface)" for row in line]
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -155,6 +166,8 @@ def _hover(row: Row) -> str:
         f"score {words.score(row.mean)}, 95 % CI {words.interval(row.low, row.high)}",
         f"bytes {words.percent(row.share)} of dense ({words.factor(row.factor)})",
     ]
+    if row.bytes_read is not None and row.retrieves:
+        parts.append(f"reads {words.percent(row.bytes_read)} of dense's bytes per token")
     if row.difference is not None:
         parts += [f"to dense {words.difference(row)}", words.verdict(row)]
     if row.tpot_s is not None:

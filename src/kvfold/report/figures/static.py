@@ -23,7 +23,7 @@ _PANELS = 4
 
 
 def write_pngs(evidence: Evidence, summary: Summary, folder: Path) -> list[Path]:
-    """Draw score against bytes and time at every length, all tasks together, and the heat maps of each task.
+    """Draw score against bytes, reading and time at every length, all tasks together, and the heat maps of each task.
 
     Args:
         evidence: The merged runs.
@@ -36,7 +36,7 @@ def write_pngs(evidence: Evidence, summary: Summary, folder: Path) -> list[Path]
     folder.mkdir(parents=True, exist_ok=True)
     style = styles(tuple(policy for policy in evidence.policies if policy != DENSE))
     written = []
-    costs: tuple[Cost, ...] = ("bytes", "time")
+    costs: tuple[Cost, ...] = ("bytes", "read", "time") if summary.reads_less else ("bytes", "time")
     for place in summary.places:
         if place.task is None:
             for cost in costs:

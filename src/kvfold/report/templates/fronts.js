@@ -40,14 +40,15 @@
     for (const trace of traces) trace.visible = !hidden.has(trace.name);
     const layout = { ...themed(figure.layout, style), template: themed(data.template, style) };
     Plotly.react(plot, traces, layout, { displayModeBar: false, responsive: true });
-    const against = cost === "bytes" ? "bytes held" : "time per token";
-    plot.setAttribute("aria-label", `${figure.layout.yaxis.title.text} against ${against}. ${shown.name}. ${shown.words}`);
+    const against = { bytes: "bytes held", read: "bytes read per token", time: "time per token" }[cost];
+    const told = shown[`words_${cost}`] || shown.words;
+    plot.setAttribute("aria-label", `${figure.layout.yaxis.title.text} against ${against}. ${shown.name}. ${told}`);
     byId(`plot-${cost}-name`).textContent = `${shown.name}.`;
     link.textContent = "The numbers as a table";
     link.href = `#${shown.table}`;
   };
 
-  const drawAll = () => ["bytes", "time"].forEach(draw);
+  const drawAll = () => ["bytes", "read", "time"].forEach(draw);
 
   const shapes = {
     circle: "M9 7a5 5 0 1 0 10 0a5 5 0 1 0-10 0z",
