@@ -133,9 +133,10 @@ def test_runs_are_what_the_loop_over_heads_gives() -> None:
     keys, values, starts, lengths = runs([[20, 7], [0, 33]], 64, torch.float32)
     q = queries(2, 6, 1, 64, torch.float32)
     found = attend_runs(q, keys, values, starts, lengths, most_rows=48, scale=0.125, impl="reference")
-    looped = attend_ragged(q, keys, values, starts.tolist(), lengths.tolist(), scale=0.125)
-    torch.testing.assert_close(found.output, looped.output)
-    torch.testing.assert_close(found.lse, looped.lse)
+    for impl in ["auto", "triton"] if HAS_TRITON else ["auto"]:
+        looped = attend_ragged(q, keys, values, starts.tolist(), lengths.tolist(), scale=0.125, impl=impl)
+        torch.testing.assert_close(found.output, looped.output)
+        torch.testing.assert_close(found.lse, looped.lse)
 
 
 def test_an_empty_pool() -> None:

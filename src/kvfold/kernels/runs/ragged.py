@@ -1,13 +1,15 @@
-"""Runs whose places are known on the host: head by head on a CPU, in one launch on a GPU."""
+"""Runs whose places are known on the host: head by head, or in one launch."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.attention import AttentionOutput, attend
 from kvfold.kernels.attention.api import Impl
-from kvfold.kernels.runs.api import attend_runs, unserved
+from kvfold.kernels.runs.api import attend_runs
 
 
 def attend_ragged(
@@ -19,7 +21,7 @@ def attend_ragged(
     *,
     scale: float,
     softcap: float | None = None,
-    impl: Impl = "auto",
+    impl: Impl | Literal["triton"] = "auto",
 ) -> AttentionOutput:
     """Attend to rows whose number differs from head to head.
 
@@ -31,16 +33,19 @@ def attend_ragged(
         lengths: Rows of each (batch, KV head), may be 0.
         scale: Factor on the logits.
         softcap: As in :func:`kvfold.kernels.attention.attend`.
-        impl: As there, head by head; ``auto`` takes one launch for all on a GPU where the kernel can serve the call.
+        impl: As there, head by head; or ``triton``: one launch for all heads.
 
     Returns:
         Output and log-sum-exp.
     """
-    if impl == "auto" and q.device.type == "cuda" and unserved(q, len(starts[0])) is None:
+    if impl == "triton":
+        placed = torch.tensor([starts, lengths])
         # pinned, so that the copy does not make the host wait for the device
-        placed = torch.tensor([starts, lengths]).pin_memory().to(q.device, non_blocking=True)
+        placed = placed.pin_memory().to(q.device, non_blocking=True) if q.device.type == "cuda" else placed
         most = max(map(max, lengths))
-        return attend_runs(q, keys, values, placed[0], placed[1], most_rows=most, scale=scale, softcap=softcap)
+        return attend_runs(
+            q, keys, values, placed[0], placed[1], most_rows=most, scale=scale, softcap=softcap, impl="triton"
+        )
     batch, q_heads, q_len, _ = q.shape
     kv_heads = len(starts[0])
     group = q_heads // kv_heads
