@@ -1,7 +1,7 @@
 """Key-value caches of language models in fewer bytes, by published training-free methods.
 
 Importing this package is cheap: torch is loaded with the first policy, transformers with the first use of
-``Cache`` or ``attach``.
+``Cache``, ``attach`` or ``Engine``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from kvfold.core.policy import Policy, policy
     from kvfold.hf.attach import attach
     from kvfold.hf.cache import Cache
+    from kvfold.runtime import Engine
 
-__all__ = ["Budget", "Cache", "KvfoldError", "Policy", "__version__", "attach", "methods", "policy"]
+__all__ = ["Budget", "Cache", "Engine", "KvfoldError", "Policy", "__version__", "attach", "methods", "policy"]
 
-_LAZY = {"Policy": "core.policy", "policy": "core.policy", "Cache": "hf", "attach": "hf"}
+_LAZY = {"Policy": "core.policy", "policy": "core.policy", "Cache": "hf", "attach": "hf", "Engine": "runtime"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,166 @@
+"""What a user asks for: prompts and how to answer them, checked before anything is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.core.errors import ConfigError, must_be
+from kvfold.hf.load import Model, Tokenizer
+from kvfold.runtime.sampling import Kind
+
+Prompt = str | Sequence[int] | Tensor
+"""One prompt: text, or token ids ``[tokens]`` or ``[1, tokens]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to answer.
+
+    Attributes:
+        max_new_tokens: Tokens that an answer may take.
+        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        top_p: Share of the mass that is drawn from.
+        top_k: Number of tokens that are drawn from, 0 for all.
+        repetition_penalty: Above 1, tokens that were seen are less likely.
+        stop_texts: Strings that end an answer, and are not part of it.
+        stop_ids: Tokens that do.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    stop_texts: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """What a step must do."""
+        is_sampled = self.temperature > 0
+        return Kind(is_sampled, is_sampled and (self.top_p < 1 or self.top_k > 0), self.repetition_penalty != 1)
+
+
+def read_settings(
+    model: Model,
+    tokenizer: Tokenizer | None,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    repetition_penalty: float,
+    stop: str | int | Sequence[str | int],
+    ignore_eos: bool,
+) -> Settings:
+    """Check how to answer.
+
+    Args:
+        model: The model, whose generation config may name tokens that end an answer.
+        tokenizer: Its tokenizer, if there is one.
+        max_new_tokens: As in :class:`Settings`.
+        temperature: As there.
+        top_p: As there.
+        top_k: As there.
+        repetition_penalty: As there.
+        stop: Strings and token ids.
+        ignore_eos: Whether the model's own end tokens are left out.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConfigError: If one breaks its rule.
+    """
+    _whole("max_new_tokens", max_new_tokens, 1, "give a number of tokens, e.g. 64")
+    _whole("top_k", top_k, 0, "give 0 for all tokens")
+    _real("temperature", temperature, "at least 0", lambda x: x >= 0, "give 0 for the likeliest token")
+    _real("top_p", top_p, "above 0 and at most 1", lambda x: 0 < x <= 1, "give 1 for all tokens")
+    _real("repetition_penalty", repetition_penalty, "above 0", lambda x: x > 0, "give 1 for none")
+    given = [stop] if isinstance(stop, (str, int)) else list(stop)
+    for one in given:
+        if isinstance(one, bool) or not isinstance(one, (str, int)) or one == "":
+            raise ConfigError(must_be("stop", "strings that are not empty, and token ids", one, "leave it out"))
+    texts = tuple(dict.fromkeys(one for one in given if isinstance(one, str)))
+    if texts and tokenizer is None:
+        raise ConfigError(must_be("stop", "token ids where there is no tokenizer", texts[0], "give Engine a tokenizer"))
+    ids = {one for one in given if isinstance(one, int)}
+    return Settings(
+        max_new_tokens=max_new_tokens,
+        temperature=float(temperature),
+        top_p=float(top_p),
+        top_k=top_k,
+        repetition_penalty=float(repetition_penalty),
+        stop_texts=texts,
+        stop_ids=tuple(sorted(ids if ignore_eos else ids | _end_ids(model, tokenizer))),
+    )
+
+
+def read_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Tensor]:
+    """Turn what a user gives into token ids.
+
+    Args:
+        prompts: A prompt, or a sequence of prompts, or token ids ``[batch, tokens]``.
+        tokenizer: For text.
+
+    Returns:
+        ``[1, tokens]`` per prompt.
+
+    Raises:
+        ConfigError: If there is no prompt, one is empty, or something is neither text nor ids.
+    """
+    is_ids = isinstance(prompts, Sequence) and len(prompts) > 0 and all(_is_id(one) for one in prompts)
+    if is_ids or isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim < 2):
+        prompts = [prompts]
+    if not isinstance(prompts, (Sequence, Tensor)) or not len(prompts):
+        raise ConfigError(must_be("prompts", "text, token ids, or a sequence of either", prompts, "give a prompt"))
+    return [_ids(one, tokenizer) for one in prompts]
+
+
+def _ids(prompt: Any, tokenizer: Tokenizer | None) -> Tensor:
+    rule = "text or token ids"
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ConfigError(
+                must_be("prompts", "token ids where there is no tokenizer", prompt[:20], "give Engine one")
+            )
+        prompt = tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, Tensor):
+        found = prompt.detach()
+        if found.is_floating_point() or found.dtype == torch.bool or found.ndim > 2 or found.shape[:-1].numel() != 1:
+            raise ConfigError(must_be("prompts", rule, f"a tensor {found.dtype} {list(found.shape)}", "give one row"))
+    elif isinstance(prompt, Sequence) and all(_is_id(one) for one in prompt):
+        found = torch.tensor(list(prompt), dtype=torch.int64)
+    else:
+        raise ConfigError(must_be("prompts", rule, type(prompt).__name__, "give strings, lists of ids or tensors"))
+    if not found.numel():
+        raise ConfigError("prompts must hold at least one token each, got an empty one; give some text")
+    return found.reshape(1, -1).long()
+
+
+def _is_id(one: object) -> bool:
+    return isinstance(one, int) and not isinstance(one, bool) and one >= 0
+
+
+def _end_ids(model: Model, tokenizer: Tokenizer | None) -> set[int]:
+    """Tokens that end an answer, as the model and its tokenizer name them."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    several = list(named) if isinstance(named, (list, tuple)) else [named]
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return {int(one) for one in [*several, own] if one is not None}
+
+
+def _whole(name: str, value: object, least: int, fix: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(must_be(name, f"a whole number of at least {least}", value, fix))
+
+
+def _real(name: str, value: object, rule: str, holds: Callable[[float], bool], fix: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not holds(value):
+        raise ConfigError(must_be(name, rule, value, fix))
