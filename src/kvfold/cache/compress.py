@@ -20,17 +20,6 @@ from kvfold.core.select import first_rows, protect_mask, rank_rows, require_numb
 from kvfold.core.types import Need
 
 
-@dataclass(slots=True, eq=False)
-class Rating:
-    """How a method rates the rows of one lane; the same for every budget.
-
-    Attributes:
-        scores: ``[batch, kv_heads, rows]`` float32, ``-inf`` where a run has no such row.
-    """
-
-    scores: Tensor
-
-
 @dataclass(slots=True)
 class Ranking:
     """Rated rows of lanes of one shape, in order.
@@ -50,9 +39,14 @@ class Ranking:
 
 @dataclass(slots=True)
 class Known:
-    """What policies share: forks of one cache are rated and ranked once by each method, whatever their budgets."""
+    """What policies share: forks of one cache are rated and ranked once by each method, whatever their budgets.
 
-    ratings: dict[Hashable, Rating] = field(default_factory=dict)
+    Attributes:
+        ratings: Scores of a lane, ``[batch, kv_heads, rows]`` float32, ``-inf`` where a run has no such row.
+        rankings: Of lanes of one shape.
+    """
+
+    ratings: dict[Hashable, Tensor] = field(default_factory=dict)
     rankings: dict[Hashable, Ranking] = field(default_factory=dict)
 
 
@@ -65,14 +59,14 @@ class Eviction:
         policy: What says how many stay.
         order: Index of the layer among the compressed ones.
         keep: Rows per KV head that stay, the mean over heads.
-        rating: How the rows are rated.
+        scores: How the rows are rated, ``[batch, kv_heads, rows]`` float32.
     """
 
     store: RowStore
     policy: Policy
     order: int
     keep: int
-    rating: Rating
+    scores: Tensor
 
 
 def plan(
@@ -114,12 +108,12 @@ def plan(
     if all(keep * store.kv_heads >= sum(row) for row in store.lengths):
         return None
     key = (spec.layer_idx, lane, repr(evictor), keep if evictor.reads_keep else None)
-    rating = None if known is None else known.ratings.get(key)
-    if rating is None:
-        rating = Rating(_scores(store, evictor, spec, call, seen, keep, observed, replay_mass, policy))
+    scores = None if known is None else known.ratings.get(key)
+    if scores is None:
+        scores = _scores(store, evictor, spec, call, seen, keep, observed, replay_mass, policy)
         if known is not None:
-            known.ratings[key] = rating
-    return Eviction(store, policy, spec.order, keep, rating)
+            known.ratings[key] = scores
+    return Eviction(store, policy, spec.order, keep, scores)
 
 
 def carry_out(evictions: Sequence[Eviction], known: Known | None = None) -> None:
@@ -136,7 +130,7 @@ def carry_out(evictions: Sequence[Eviction], known: Known | None = None) -> None
     for one in evictions:
         allocator = one.policy.allocator
         layer = one.order if allocator is not None and allocator.reads_layer else None
-        scores = one.rating.scores
+        scores = one.scores
         groups.setdefault((id(one.policy), one.keep, layer, scores.shape[1:], scores.device), []).append(one)
     if not groups:
         return
@@ -164,10 +158,10 @@ def carry_out(evictions: Sequence[Eviction], known: Known | None = None) -> None
 def _rank(group: list[Eviction], known: Known | None) -> Ranking:
     """Rank the rows of lanes of one shape and policy, unless that was done for another budget."""
     protection = (group[0].policy.sink_tokens, group[0].policy.recent_tokens)
-    key = (protection, *(id(one.rating) for one in group))
+    key = (protection, *(id(one.scores) for one in group))
     found = None if known is None else known.rankings.get(key)
     if found is None:
-        scores = torch.cat([one.rating.scores for one in group])
+        scores = torch.cat([one.scores for one in group])
         lengths = torch.tensor([row for one in group for row in one.store.lengths], device=scores.device)
         protected = protect_mask(lengths, scores.shape[-1], *protection)
         order = rank_rows(scores, protected, checked=True)

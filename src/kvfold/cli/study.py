@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,6 +44,32 @@ def main(ctx: typer.Context) -> None:
         print(ctx.get_help())
 
 
+def _measure(
+    reading: Reading,
+    study: Callable[..., Any],
+    show: Callable[[Any], None],
+    layers: str | None,
+    *,
+    json: bool,
+    cluster: int | None = None,
+) -> None:
+    """Run a study of many layers on what is read; one without clusters takes no ``cluster``."""
+    opened = open_reading(reading)
+    chosen = layers_of(opened.model, layers, clusters=cluster is not None)
+    own = {} if cluster is None else {"cluster": cluster}
+    with opened.bars() as bars:
+        found = study(
+            opened.model,
+            opened.ids,
+            layers=chosen,
+            chunk_size=reading.chunk_size,
+            reading=bars.reading,
+            measuring=bars.measuring,
+            **own,
+        )
+    finish(opened, found, json=json, show=lambda: show(found))
+
+
 @app.command("mass")
 def mass(
     model: Model = None,
@@ -69,18 +96,7 @@ def mass(
     from kvfold.eval.study import study_mass
 
     reading = Reading(model, text, tokens, chunk_size, dtype, device, allow_download, out, ".json")
-    opened = open_reading(reading)
-    chosen = layers_of(opened.model, layers, clusters=False)
-    with opened.bars() as bars:
-        found = study_mass(
-            opened.model,
-            opened.ids,
-            layers=chosen,
-            chunk_size=chunk_size,
-            reading=bars.reading,
-            measuring=bars.measuring,
-        )
-    finish(opened, found, json=json, show=lambda: show_mass(found))
+    _measure(reading, study_mass, show_mass, layers, json=json)
 
 
 @app.command("risk")
@@ -110,19 +126,7 @@ def risk(
     from kvfold.eval.study import study_risk
 
     reading = Reading(model, text, tokens, chunk_size, dtype, device, allow_download, out, ".json")
-    opened = open_reading(reading)
-    chosen = layers_of(opened.model, layers)
-    with opened.bars() as bars:
-        found = study_risk(
-            opened.model,
-            opened.ids,
-            layers=chosen,
-            cluster=cluster,
-            chunk_size=chunk_size,
-            reading=bars.reading,
-            measuring=bars.measuring,
-        )
-    finish(opened, found, json=json, show=lambda: show_risk(found))
+    _measure(reading, study_risk, show_risk, layers, json=json, cluster=cluster)
 
 
 @app.command("summaries")
@@ -150,19 +154,7 @@ def summaries(
     from kvfold.eval.study import study_summaries
 
     reading = Reading(model, text, tokens, chunk_size, dtype, device, allow_download, out, ".json")
-    opened = open_reading(reading)
-    chosen = layers_of(opened.model, layers)
-    with opened.bars() as bars:
-        found = study_summaries(
-            opened.model,
-            opened.ids,
-            layers=chosen,
-            cluster=cluster,
-            chunk_size=chunk_size,
-            reading=bars.reading,
-            measuring=bars.measuring,
-        )
-    finish(opened, found, json=json, show=lambda: show_summaries(found))
+    _measure(reading, study_summaries, show_summaries, layers, json=json, cluster=cluster)
 
 
 @app.command("explore")

@@ -127,10 +127,6 @@ class Program:
         """Return what runs :meth:`summarise`; captured at first use."""
         return self._runner(level, lambda: self.summarise(level), "summaries")
 
-    def is_ready(self, kind: Kind) -> bool:
-        """Whether a step of this kind needs no capture."""
-        return self._graphs is None or kind in self._replays
-
     def _feed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         if self._compiled is None:
             return self._cache.step(tokens, positions)
