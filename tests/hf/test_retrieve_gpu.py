@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 import kvfold
 from kvfold.hf.stack import StackedCache
 from tests.helpers import caches, tiny
+from tests.helpers.device import waiting_is_an_error
 
 pytestmark = pytest.mark.gpu
 POLICIES = (
@@ -35,22 +35,13 @@ def rows_of(*held: kvfold.Cache) -> Iterator[kvfold.Cache]:
         yield fork
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_decode_steps_do_not_wait(model: PreTrainedModel, policy: str) -> None:
     cache = kvfold.Cache(model, policy).prefill(tiny.ids(300))
     following = tiny.ids(70, seed=1).cuda()
     caches.decode(cache, following[:, :2])
     # long enough for new clusters, and for the store and the index to grow
-    with no_waiting():
+    with waiting_is_an_error():
         caches.decode(cache, following[:, 2:])
     assert 0 < cache.stats().rows_read < 1
 
@@ -62,7 +53,7 @@ def test_steps_of_a_stack_do_not_wait(model: PreTrainedModel) -> None:
     token = stack.feed(tiny.ids(9, 5, seed=1).cuda(), torch.ones(5, 9, dtype=torch.bool, device="cuda"))
     token, every = token.argmax(-1, keepdim=True), torch.ones(5, 1, dtype=torch.bool, device="cuda")
     token = stack.feed(token, every).argmax(-1, keepdim=True)
-    with no_waiting():
+    with waiting_is_an_error():
         for _ in range(4):
             token = stack.feed(token, every, every[:, 0]).argmax(-1, keepdim=True)
     shares = stack.rows_read()

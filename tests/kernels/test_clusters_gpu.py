@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from kvfold.core.policy import policy
+from tests.helpers.device import waiting_is_an_error
 from tests.helpers.retrieving import attended, draw, mixed64, moved, step
 
 pytestmark = pytest.mark.gpu
@@ -24,15 +22,6 @@ POLICIES = [
     "rowcodes(cluster=8, tau=0.003)",
     "rowcodes(cluster=32, group=4, read=0.2)",
 ]
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

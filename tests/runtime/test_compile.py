@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvfold.core.errors import UnsupportedError
 from kvfold.runtime import compile as compiling
 from tests.helpers import policies
 from tests.runtime.helpers import NEW, RAGGED, answer, engine, prompts
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo", "ignore::DeprecationWarning")
 
 
@@ -22,7 +24,12 @@ def _graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "gemma3n"])
 def test_families(family: str) -> None:
     made = engine(family=family, compile=True)
-    assert made.generate(prompts(60)[0], NEW)[0].ids == answer(family, "dense", 60)
+    if family == "gemma3n" and TORCH < (2, 13):
+        # the keys of layers that share rows lose whose they are; that must never go unseen
+        with pytest.raises(UnsupportedError, match="keeps 4 of 6 attention calls of Gemma3nForCausalLM; use compile"):
+            made.generate(prompts(60)[0], NEW)
+    else:
+        assert made.generate(prompts(60)[0], NEW)[0].ids == answer(family, "dense", 60)
 
 
 @pytest.mark.parametrize("policy", [RAGGED, policies.RETRIEVERS[1]])

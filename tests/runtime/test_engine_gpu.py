@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +16,12 @@ from kvfold.runtime.graph import Graphs
 from kvfold.runtime.sampling import Kind
 from tests.cli.conftest import byte_tokenizer
 from tests.helpers import policies, tiny
+from tests.helpers.device import waiting_is_an_error
 from tests.runtime.helpers import LENGTHS, MODELS, NEW, RAGGED, UNIFORM, prompts
 
 pytestmark = pytest.mark.gpu
-DENSE_LAYERS = [name for name in MODELS if name not in ("gpt_oss", "llama4")]
-"""Families without experts that are called one by one."""
+DENSE_LAYERS = [name for name in MODELS if name not in ("gpt_oss", "llama4", "gemma3n")]
+"""Families without experts that are called one by one, and without numbers that their steps take from the host."""
 SAMPLED = {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
 
 
@@ -44,15 +44,6 @@ def made(model: PreTrainedModel, policy: str = "dense", **more: Any) -> kvfold.E
 
 def captured(engine: kvfold.Engine) -> int:
     return sum(len(program._replays) for program in engine._memory._programs.values())
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("policy", ["dense", UNIFORM, RAGGED, *policies.READERS])
@@ -100,7 +91,7 @@ def test_steps_do_not_wait(model_of: Any, policy: str, settings: dict[str, float
     tokens = call.tokens()
     first = [next(tokens), next(tokens)]
     # copies to pinned memory and events are no waits; the host is a few steps behind
-    with no_waiting():
+    with waiting_is_an_error():
         rest = [next(tokens) for _ in range(NEW - 4)]
     assert len(first) + len(rest) == NEW - 2
     assert all(token >= 0 for step in rest for token in step[:3])
@@ -190,9 +181,17 @@ def test_experts_called_one_by_one_are_refused(model_of: Any) -> None:
     assert list(found) == wanted[0, 60:].tolist()
 
 
+def test_steps_that_take_numbers_from_the_host_are_refused_by_their_line(model_of: Any) -> None:
+    # Gemma3nTextModel makes a tensor of a constant in each step
+    with pytest.raises(UnsupportedError, match=r"cannot be captured .* in modeling_gemma3n.py, line \d+: .*epsilon"):
+        made(model_of("gemma3n")).generate(prompts(60)[0], NEW)
+    found = made(model_of("gemma3n"), graph=False).generate(prompts(60)[0], NEW)[0].ids
+    assert len(found) == NEW
+
+
 def test_a_wait_in_what_is_captured_is_named() -> None:
     graphs, numbers = Graphs(torch.device("cuda"), "Some model"), torch.ones(3, device="cuda")
-    with pytest.raises(UnsupportedError, match="the step of Some model cannot be captured"):
+    with pytest.raises(UnsupportedError, match=r"the step of Some model cannot be captured .* in test_engine_gpu.py, "):
         graphs.capture(lambda: print(numbers.sum().item()), "step")
     # the device goes on
     replay = Graphs(torch.device("cuda"), "Some model").capture(lambda: numbers.add_(1), "step")

@@ -158,11 +158,11 @@ class DecodeLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Return a number that must not be used: positions are given, and lengths are on the device."""
-        return _Unasked(0)
+        return _UNASKED
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return lengths that say by their type that no mask is wanted."""
-        return CacheLength(query_length), 0
+        return (_ONE if query_length == 1 else CacheLength(query_length)), 0
 
     def get_max_length(self) -> int:
         """Return -1: room is made before the first step."""
@@ -179,3 +179,7 @@ class _Unasked(int):
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
+
+
+# made once: some compilers cannot make a number of a type of its own
+_UNASKED, _ONE = _Unasked(0), CacheLength(1)

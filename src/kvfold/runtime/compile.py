@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvfold.core.errors import CacheStateError
+from kvfold.core.errors import CacheStateError, UnsupportedError
 from kvfold.hf.decode import Attends, DecodeCache
 from kvfold.hf.load import Model
 from kvfold.hf.models import ModelFacts
@@ -35,6 +35,7 @@ def _attend_rows(
     rows = _known[number].rows
     if rows is None:
         raise CacheStateError("a compiled step must be given rows before it runs")
+    _known[number].calls += 1
     return rows.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks, is_new=is_new).contiguous()
 
 
@@ -58,11 +59,13 @@ class Opaque:
     Attributes:
         rows: What holds them now.
         number: What the operator finds them by.
+        calls: How often the operator was called.
     """
 
     def __init__(self) -> None:
         """Stand for no rows yet."""
         self.rows: Attends | None = None
+        self.calls = 0
         self.number = next(_numbers)
         _known[self.number] = self
 
@@ -102,6 +105,7 @@ class CompiledStep:
         # code of its own: compilers count how often one piece of code was compiled, and give up
         step.__code__ = step.__code__.replace(co_name=f"step_{next(_numbers)}")
         self._call = torch.compile(step, backend=BACKEND, dynamic=False, fullgraph=True)
+        self._name, self._expected, self._is_checked = type(model).__name__, int(facts.config.num_hidden_layers), False
 
     def use(self, layers: dict[int, Attends]) -> None:
         """Let the next steps go to these rows, by index of the layer."""
@@ -114,5 +118,29 @@ class CompiledStep:
             layer.rows = None
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Feed one token of each sequence; see :meth:`kvfold.hf.decode.DecodeCache.step`."""
-        return self._call(tokens, positions)
+        """Feed one token of each sequence; see :meth:`kvfold.hf.decode.DecodeCache.step`.
+
+        Args:
+            tokens: ``[batch, 1]``.
+            positions: Of the tokens, ``[batch, 1]``.
+
+        Returns:
+            Logits, ``[batch, vocabulary]``.
+
+        Raises:
+            UnsupportedError: If the compiler has lost that some layer attends to rows of ours.
+        """
+        if self._is_checked:
+            return self._call(tokens, positions)
+        before = self._calls()
+        logits = self._call(tokens, positions)
+        if (found := self._calls() - before) != self._expected:
+            raise UnsupportedError(
+                f"torch.compile of {torch.__version__} keeps {found} of {self._expected} attention calls of "
+                f"{self._name}; use compile=False, or a newer torch"
+            )
+        self._is_checked = True
+        return logits
+
+    def _calls(self) -> int:
+        return sum(layer.calls for layer in self._opaque.values())

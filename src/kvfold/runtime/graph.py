@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from kvfold.core.errors import KvfoldError, UnsupportedError
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class Graphs:
@@ -75,9 +79,14 @@ def _no_waiting() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of the error that broke the capture, not of what followed from it."""
+    """Return the first line of the error that broke the capture, not of what followed from it, and where it arose."""
     found: BaseException | None = error
     while found is not None:
         error = found if isinstance(found, RuntimeError) else error
         found = found.__context__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".;")
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".;")
+    # torch's own files say little: the operator is named by the line that calls it
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _TORCH not in frame.filename]
+    if not frames:
+        return text
+    return f"{text} in {Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line}"
