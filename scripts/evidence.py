@@ -31,14 +31,26 @@ LONG_POLICIES = [
     for protection in ("", ", sink_tokens=0, recent_tokens=0")
 ]
 READERS = [
-    *(f"refinekv(tau={tau})" for tau in (0.001, 0.003, 0.01, 0.03, 0.1)),
-    *(f"refinekv(read={share})" for share in (0.05, 0.1, 0.2)),
-    "refinekv(fanout=16)",
+    "refinekv",
+    *(f"refinekv(tau={tau})" for tau in (0.003, 0.03, 0.1)),
+    *(f"refinekv(read={share})" for share in (0.05, 0.1, 0.2, 0.3)),
+    *(f"refinekv(summary=minmax, read={share})" for share in (0.1, 0.2, 0.3)),
     *(f"rowcodes(read={share})" for share in (0.02, 0.05, 0.1, 0.2)),
-    *(f"quest(read={share})" for share in (0.05, 0.1, 0.2, 0.35)),
+    *(f"quest(read={share})" for share in (0.02, 0.05, 0.1, 0.2)),
     *(f"doublep(p2={share})" for share in (0.3, 0.5, 0.7, 0.9)),
     *(f"{method}(keep={keep})" for method in ("snapkv", "streamingllm") for keep in (0.15, 0.25, 0.4)),
 ]
+"""Policies of the curve of scores against rows read."""
+DEFAULTS = [
+    "refinekv",
+    *(f"refinekv(tau={tau})" for tau in (0.003, 0.03)),
+    *(f"rowcodes(read={share})" for share in (0.05, 0.1)),
+    "quest(read=0.1)",
+]
+"""Policies that are compared with dense."""
+CURVE_TASK = "niah_multikey_2"
+STACK_TOKENS = 28 * 32 * 4096
+"""Rows that one process holds side by side; 12 KiB each in the 0.5B model, and about as much again for copies."""
 READ_TASKS = ["niah_multikey_1", "niah_multikey_2", "vt", "qa_1"]
 LONG_TASK, LONG_TOKENS, YARN_FACTOR = "niah_multikey_1", 65536, 2.0
 MAX_NEW_TOKENS = 48
@@ -162,8 +174,10 @@ def main() -> int:
     for text in args.read:
         model, _, lengths = text.rpartition(":")
         for length in map(int, lengths.split(",")):
-            batch = max(1, 16384 // length)
-            todo += [Job(model, name, length, READERS, batch, kind="-read") for name in args.read_tasks.split(",")]
+            for name in args.read_tasks.split(","):
+                policies = READERS if name == CURVE_TASK else DEFAULTS
+                batch = max(1, min(50, STACK_TOKENS // (length * (len(policies) + 1))))
+                todo.append(Job(model, name, length, policies, batch, kind="-read"))
     todo.sort(key=lambda job: -job.length)
     context = multiprocessing.get_context("spawn")
     jobs, failed = context.Queue(), context.Queue()
