@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.core import catalogue
 from kvfold.core.interfaces import ScoreContext
-from kvfold.methods.evict import observed, tiles
+from kvfold.kernels.scores import tiles
 
 from . import references
 from .helpers import EVICTORS, context, cut, evictor
@@ -117,7 +117,6 @@ def test_tiles_do_not_change_scores(case: str, monkeypatch: pytest.MonkeyPatch) 
     ctx = context(63, method=evictor(case))
     whole = evictor(case).score(ctx)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 100)
-    monkeypatch.setattr(observed, "TILE_ELEMENTS", 100)
     torch.testing.assert_close(evictor(case).score(ctx), whole, rtol=1e-5, atol=1e-6)
 
 

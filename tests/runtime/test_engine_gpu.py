@@ -201,6 +201,7 @@ def test_a_wait_in_what_is_captured_is_named() -> None:
     assert float(numbers[0]) == before + 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
 @pytest.mark.parametrize("policy", ["dense", RAGGED])
 def test_compiled_steps(model_of: Any, policy: str) -> None:
     engine = made(model_of(), policy, compile=True)

@@ -136,18 +136,18 @@ def carry_out(evictions: Sequence[Eviction], known: Known | None = None) -> None
         return
     ranked = [_rank(group, known) for group in groups.values()]
     counted = [_count(group, ranking) for group, ranking in zip(groups.values(), ranked, strict=True)]
+    # all that needs no answer goes to the device before the host waits for one
+    chosen = [_choose(ranking.order, counts) for ranking, counts in zip(ranked, counted, strict=True)]
     device = ranked[0].order.device
     asked = [ranking.has_nan.long()[None].to(device) for ranking in ranked]
     asked += [counts.flatten().to(device) for counts in counted if counts.device.type != "cpu"]
     answers = torch.cat(asked).tolist()
     require_numbers(any(answers[: len(ranked)]))
     at = len(ranked)
-    for group, ranking, counts in zip(groups.values(), ranked, counted, strict=True):
-        index = first_rows(ranking.order, counts)
+    for group, index, counts in zip(groups.values(), chosen, counted, strict=True):
         if counts.device.type != "cpu":
             counts = torch.tensor(answers[at : at + counts.numel()], dtype=torch.int64).view(counts.shape)
             at += counts.numel()
-            index = index[..., : int(counts.max())]
         first = 0
         for one in group:
             own = slice(first, first + one.store.batch)
@@ -162,13 +162,24 @@ def _rank(group: list[Eviction], known: Known | None) -> Ranking:
     found = None if known is None else known.rankings.get(key)
     if found is None:
         scores = torch.cat([one.scores for one in group])
-        lengths = torch.tensor([row for one in group for row in one.store.lengths], device=scores.device)
+        lengths = torch.tensor([row for one in group for row in one.store.lengths])
+        if scores.device.type == "cuda":
+            # pinned, so that the copy does not make the host wait for the device
+            lengths = lengths.pin_memory().to(scores.device, non_blocking=True)
         protected = protect_mask(lengths, scores.shape[-1], *protection)
         order = rank_rows(scores, protected, checked=True)
         found = Ranking(scores, protected, order, torch.isnan(scores).any())
         if known is not None:
             known.rankings[key] = found
     return found
+
+
+def _choose(order: Tensor, counts: Tensor) -> Tensor:
+    """Take the first rows of an order, in ascending order; entries behind the count of a run are filler."""
+    if counts.device.type == "cpu" and bool((counts == counts[0, 0]).all()):
+        # nothing is filler, so the device need not be told the counts
+        return order[..., : int(counts[0, 0])].sort(dim=-1).values
+    return first_rows(order, counts)
 
 
 def _count(group: list[Eviction], ranking: Ranking) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvfold.core.errors import CacheStateError
 from kvfold.core.memory import held_nbytes
 from kvfold.kernels.attention import AttentionOutput, attend
+from kvfold.kernels.gather import gather_runs
 from kvfold.kernels.runs import attend_ragged
 from kvfold.kernels.scores import received_attention
 
@@ -176,46 +177,23 @@ class RowStore:
         Args:
             index: Rows to keep, ascending per run, ``[batch, kv_heads, width]`` int64; entries from ``counts`` on are
                 filler.
-            counts: Rows to keep per run, ``[batch, kv_heads]`` int64.
+            counts: Rows to keep per run, ``[batch, kv_heads]`` int64, best on the host: the layout follows from them.
         """
         lengths = counts.tolist()
-        first = lengths[0][0]
-        if self.is_uniform and all(n == first for row in lengths for n in row):
-            self._keep_equal(index[..., :first])
-            return
         capacity = [[_pages(n) for n in row] for row in lengths]
-        starts, size, width = _starts(capacity), sum(map(sum, capacity)), index.shape[-1]
-        # where rows come from and go to is known on the host, so the device need not be asked which entries are filler
-        runs = [(number, n) for number, n in enumerate(n for row in lengths for n in row)]
-        entry = torch.cat([torch.arange(n) + number * width for number, n in runs]).to(index.device)
-        old, new = (_per_row(layout, lengths).to(index.device) for layout in (self.starts, starts))
-        own = index.flatten()[entry]
-        target = new + entry % width
-        pools = {name: _scatter(pool[old + own], target, size) for name, pool in self.tensors()}
-        if self.positions is None:
-            # consecutive rows need no stored positions; from now on they do
-            pools["positions"] = _scatter((own + self.base).to(torch.int32), target, size)
-        for name, pool in pools.items():
-            setattr(self, name, pool)
-        self.lengths, self.starts, self.capacity, self._shared = lengths, starts, capacity, False
-
-    def _keep_equal(self, index: Tensor) -> None:
-        """Keep equally many rows of every run of a uniform store, ``[batch, kv_heads, rows]``."""
-        rows = index.shape[-1]
-        capacity = _pages(rows)
-        if self.positions is None:
-            kept_positions = (index + self.base).to(torch.int32)
-        else:
-            kept_positions = self.dense(self.positions).gather(2, index)
-        kept = {"positions": kept_positions}
-        for name, pool in self.tensors():
-            at = index if pool.ndim == 1 else index[..., None].expand(-1, -1, -1, pool.shape[-1])
-            kept.setdefault(name, self.dense(pool).gather(2, at))
-        for name, rows_of in kept.items():
-            fresh = rows_of.new_zeros(self.batch, self.kv_heads, capacity, *rows_of.shape[3:])
-            fresh[:, :, :rows] = rows_of
-            setattr(self, name, fresh.flatten(0, 2))
-        self._set_uniform(rows, capacity)
+        # consecutive rows need no stored positions; from now on they do
+        positions = self.base if self.positions is None else self.positions
+        self.keys, self.values, self.positions, self.mass = gather_runs(
+            self.keys,
+            self.values,
+            index,
+            starts=self.starts,
+            counts=lengths,
+            rooms=capacity,
+            positions=positions,
+            mass=self.mass,
+        )
+        self.lengths, self.starts, self.capacity, self._shared = lengths, _starts(capacity), capacity, False
 
     def drop_first(self, rows: int) -> None:
         """Drop the oldest ``rows`` of every run of a uniform, never evicted store, and return their bytes."""
@@ -406,15 +384,3 @@ def _starts(capacity: list[list[int]]) -> list[list[int]]:
             at += size
         starts.append(line)
     return starts
-
-
-def _per_row(layout: list[list[int]], lengths: list[list[int]]) -> Tensor:
-    """Repeat each run's start once per row that it keeps."""
-    flat = torch.tensor([start for row in layout for start in row])
-    return flat.repeat_interleave(torch.tensor([n for row in lengths for n in row]))
-
-
-def _scatter(rows: Tensor, target: Tensor, size: int) -> Tensor:
-    pool = rows.new_zeros(size, *rows.shape[1:])
-    pool[target] = rows
-    return pool

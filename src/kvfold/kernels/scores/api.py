@@ -1,4 +1,4 @@
-"""Entry points: validation; one implementation, plain torch."""
+"""Entry points of ratings by attention: validation and choice of implementation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from torch import Tensor
 
 from kvfold.core.errors import ShapeError
 from kvfold.kernels.scores import reference
+from kvfold.kernels.scores.choose import fused
+from kvfold.kernels.scores.types import Impl
+
+_WIDEST = 256
+"""Widest head that the kernel takes."""
 
 
 def received_attention(
@@ -69,8 +74,56 @@ def window_attention(
     Raises:
         ShapeError: If ``positions`` does not match ``k``.
     """
+    _check(q, k, positions)
+    return reference.window_attention(q, k, positions, first_position, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def mean_window_attention(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    first_position: int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Mean over a window of queries of the attention that they pay to stored rows, without a matrix of both.
+
+    Args:
+        q: ``[batch, q_heads, window, head_dim]``, consecutive.
+        k: ``[batch, kv_heads, kv_len, head_dim]``, same dtype.
+        positions: Position of each row, integers, ``[batch, kv_heads, kv_len]``.
+        first_position: Position of the first query; the others follow.
+        scale: Factor on the logits.
+        softcap: The model's soft cap on logits.
+        sinks: Learned logits that join each softmax, ``[q_heads]``.
+        impl: ``triton``: two reads of the keys; ``reference``: plain torch; ``auto``: the kernel on CUDA where it can.
+
+    Returns:
+        ``[batch, q_heads, kv_len]``, float32. Each query must see a row: what plain torch gives for one that does not
+        is no number.
+
+    Raises:
+        ShapeError: If shapes or dtypes do not fit together.
+        UnsupportedError: If ``impl="triton"`` cannot serve the call.
+    """
+    _check(q, k, positions)
+    if q.dtype != k.dtype:
+        raise ShapeError(f"q and k must share one dtype, got {q.dtype} and {k.dtype}")
+    wide = q.shape[3] > _WIDEST
+    if fused(k, impl, f"head_dim {q.shape[3]} (at most {_WIDEST})" if wide else None):
+        from kvfold.kernels.scores import triton
+
+        return triton.mean_window_attention(q, k, positions, first_position, scale=scale, softcap=softcap, sinks=sinks)
+    return reference.mean_window_attention(q, k, positions, first_position, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _check(q: Tensor, k: Tensor, positions: Tensor) -> None:
     if positions.shape != k.shape[:3]:
         raise ShapeError(
             f"positions must be [batch, kv_heads, kv_len] = {list(k.shape[:3])}, got {list(positions.shape)}"
         )
-    return reference.window_attention(q, k, positions, first_position, scale=scale, softcap=softcap, sinks=sinks)
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"q_heads must be a multiple of kv_heads, got {q.shape[1]} and {k.shape[1]}")

@@ -17,7 +17,7 @@ from kvfold.core.errors import CacheStateError, ConfigError, must_be
 from kvfold.core.interfaces import Evictor, ScoreContext
 from kvfold.core.parse import Call, parse_calls
 from kvfold.core.types import Need
-from kvfold.methods.evict.tiles import map_rows
+from kvfold.kernels.scores.tiles import map_rows
 from kvfold.methods.parameters import check_real
 
 _ATTENTION = Need.QUERIES | Need.QUERY_MOMENTS | Need.ATTENTION_MASS | Need.REPLAY

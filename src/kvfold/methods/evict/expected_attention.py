@@ -8,12 +8,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from kvfold.core.errors import CacheStateError
 from kvfold.core.interfaces import Evictor, ScoreContext
 from kvfold.core.types import Need
-from kvfold.methods.evict.tiles import group_mean, map_rows
+from kvfold.kernels.scores import lengths
+from kvfold.kernels.scores.tiles import map_rows
+from kvfold.methods.evict.groups import group_mean
 from kvfold.methods.parameters import check_flag, check_real, check_whole
 
 _LARGEST_EXPONENT = 60.0
@@ -77,9 +78,7 @@ class ExpectedAttention(Evictor):
         expected = (logits - normaliser).clamp(max=_LARGEST_EXPONENT).exp()
         scores = group_mean(expected.view(batch, -1, rows), kv_heads)
         if self.use_vnorm:
-            width = batch * kv_heads * ctx.values.shape[-1]
-            norms = map_rows(lambda part: vector_norm(ctx.values[:, :, part].float(), dim=-1), rows, width)
-            scores = (scores + self.epsilon) * norms
+            scores = (scores + self.epsilon) * lengths(ctx.values)
         return scores
 
     def _expected_logits(self, ctx: ScoreContext) -> Tensor:

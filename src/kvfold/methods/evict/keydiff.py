@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.core.interfaces import Evictor, ScoreContext
 from kvfold.core.types import Need
-from kvfold.methods.evict.tiles import map_rows, unit
+from kvfold.kernels.scores import unlikeness
 from kvfold.methods.parameters import check_whole
 
 
@@ -45,15 +45,4 @@ class KeyDiff(Evictor):
 
     def score(self, ctx: ScoreContext) -> Tensor:
         """Rate rows by minus the cosine between their key and the mean of the normalised keys."""
-        keys = ctx.keys
-        batch, kv_heads, rows, head_dim = keys.shape
-
-        def part_sum(part: slice) -> Tensor:
-            return unit(keys[:, :, part]).sum(2).unsqueeze(-1)
-
-        def part_score(part: slice) -> Tensor:
-            return -(unit(keys[:, :, part]) @ anchor).squeeze(-1)
-
-        width = batch * kv_heads * head_dim
-        anchor = unit(map_rows(part_sum, rows, width).sum(-1)).unsqueeze(-1)
-        return map_rows(part_score, rows, width)
+        return unlikeness(ctx.keys)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from kvfold.core.interfaces import Evictor, ScoreContext
 from kvfold.core.types import Need
-from kvfold.methods.evict.tiles import map_rows
+from kvfold.kernels.scores import lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,4 @@ class KNorm(Evictor):
 
     def score(self, ctx: ScoreContext) -> Tensor:
         """Rate rows by minus the norm of their key, in float32."""
-        batch, kv_heads, rows, head_dim = ctx.keys.shape
-        return map_rows(
-            lambda part: -vector_norm(ctx.keys[:, :, part].float(), dim=-1), rows, batch * kv_heads * head_dim
-        )
+        return -lengths(ctx.keys)

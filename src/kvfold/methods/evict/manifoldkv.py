@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from kvfold.core.interfaces import Evictor, ScoreContext
-from kvfold.core.rope import Rotary
 from kvfold.core.types import Need
-from kvfold.methods.evict.tiles import map_rows, unit
+from kvfold.kernels.scores import distance_to_mean
 from kvfold.methods.parameters import check_choice, check_flag, check_whole
 
 RopeFrame = Literal["post", "pre"]
 Metric = Literal["l2", "l1", "linf", "cosine"]
-_ORDERS = {"l2": 2.0, "l1": 1.0, "linf": float("inf")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +51,7 @@ class ManifoldKV(Evictor):
 
     def score(self, ctx: ScoreContext) -> Tensor:
         """Rate rows by the distance of their key to the mean key."""
-        rope = ctx.rope if self.rope_frame == "pre" else None
-        return _distance_to_mean(ctx.keys, ctx.positions, rope, self.metric)
+        return _score(self, ctx, [0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +86,7 @@ class WindowedManifoldKV(ManifoldKV):
 
     def score(self, ctx: ScoreContext) -> Tensor:
         """Rate rows by the distance of their key to the mean key of their window."""
-        rope = ctx.rope if self.rope_frame == "pre" else None
-        starts = self._window_starts(ctx.seen_tokens)
-        if len(starts) == 1:
-            return _distance_to_mean(ctx.keys, ctx.positions, rope, self.metric)
-        edges = torch.tensor(starts[1:], device=ctx.positions.device)
-        if bool((ctx.positions == ctx.positions[:1, :1]).all()):
-            cuts = torch.searchsorted(ctx.positions[0, 0].contiguous(), edges).tolist()
-            return _distance_in_parts(ctx.keys, ctx.positions, cuts, rope, self.metric)
-        scores = ctx.keys.new_empty(ctx.keys.shape[:3], dtype=torch.float32)
-        for row in range(ctx.keys.shape[0]):
-            for head in range(ctx.keys.shape[1]):
-                at = (slice(row, row + 1), slice(head, head + 1))
-                cuts = torch.searchsorted(ctx.positions[row, head].contiguous(), edges).tolist()
-                scores[at] = _distance_in_parts(ctx.keys[at], ctx.positions[at], cuts, rope, self.metric)
-        return scores
+        return _score(self, ctx, self._window_starts(ctx.seen_tokens))
 
     def _window_starts(self, seen_tokens: int) -> list[int]:
         """First position of each window of a sequence of ``seen_tokens``."""
@@ -116,30 +96,9 @@ class WindowedManifoldKV(ManifoldKV):
         return starts
 
 
-def _distance_in_parts(keys: Tensor, positions: Tensor, cuts: list[int], rope: Rotary | None, metric: Metric) -> Tensor:
-    """Rate each run of rows between ``cuts`` against its own mean."""
-    bounds = [0, *cuts, keys.shape[2]]
-    runs = [slice(first, last) for first, last in itertools.pairwise(bounds) if first < last]
-    parts = [_distance_to_mean(keys[:, :, run], positions[:, :, run], rope, metric) for run in runs]
-    return torch.cat(parts, dim=-1)
-
-
-def _distance_to_mean(keys: Tensor, positions: Tensor, rope: Rotary | None, metric: Metric) -> Tensor:
-    """Distance of each row to the mean row, ``[batch, kv_heads, kv_len]`` in float32."""
-    batch, kv_heads, rows, head_dim = keys.shape
-
-    def framed(part: slice) -> Tensor:
-        piece = keys[:, :, part]
-        return piece.float() if rope is None else rope.unrotate(piece, positions[:, :, part])
-
-    def part_sum(part: slice) -> Tensor:
-        return framed(part).sum(2).unsqueeze(-1)
-
-    def part_distance(part: slice) -> Tensor:
-        if metric == "cosine":
-            return -(unit(framed(part)) @ unit(mean).transpose(-1, -2)).squeeze(-1)
-        return vector_norm(framed(part) - mean, ord=_ORDERS[metric], dim=-1)
-
-    width = batch * kv_heads * head_dim
-    mean = (map_rows(part_sum, rows, width).sum(-1) / max(1, rows)).unsqueeze(2)
-    return map_rows(part_distance, rows, width)
+def _score(method: ManifoldKV, ctx: ScoreContext, starts: list[int]) -> Tensor:
+    """Distance to the mean of each window, in the method's frame and metric."""
+    rope = ctx.rope if method.rope_frame == "pre" else None
+    return distance_to_mean(
+        ctx.keys, ctx.positions, metric=method.metric, starts=starts, seen_tokens=ctx.seen_tokens, rope=rope
+    )

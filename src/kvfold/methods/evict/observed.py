@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvfold.core.errors import CacheStateError
 from kvfold.core.interfaces import ScoreContext
-from kvfold.kernels.scores import window_attention
-from kvfold.methods.evict.tiles import TILE_ELEMENTS
+from kvfold.kernels.scores import mean_window_attention
 
 
 def given_queries(ctx: ScoreContext) -> Tensor:
@@ -42,20 +40,12 @@ def observed_attention(ctx: ScoreContext) -> Tensor:
     Returns:
         ``[batch, q_heads, kv_len]`` float32; the softmax runs over all stored rows that a query may see.
     """
-    queries = given_queries(ctx)
-    batch, q_heads, window, _ = queries.shape
-    first = first_query(ctx)
-    found = torch.zeros(batch, q_heads, ctx.kv_len, device=queries.device)
-    step = max(1, TILE_ELEMENTS // max(1, batch * q_heads * ctx.kv_len))
-    for at in range(0, window, step):
-        weights = window_attention(
-            queries[:, :, at : at + step],
-            ctx.keys,
-            ctx.positions,
-            first + at,
-            scale=ctx.scale,
-            softcap=ctx.softcap,
-            sinks=ctx.attention_sinks,
-        )
-        found += weights.sum(2)
-    return found / max(1, window)
+    return mean_window_attention(
+        given_queries(ctx),
+        ctx.keys,
+        ctx.positions,
+        first_query(ctx),
+        scale=ctx.scale,
+        softcap=ctx.softcap,
+        sinks=ctx.attention_sinks,
+    )

@@ -11,8 +11,8 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 from kvfold.core.errors import ConfigError, must_be
 from kvfold.core.interfaces import Evictor, ScoreContext
 from kvfold.core.types import Need
+from kvfold.methods.evict.groups import group_mean
 from kvfold.methods.evict.observed import first_query, observed_attention
-from kvfold.methods.evict.tiles import group_mean
 from kvfold.methods.parameters import check_choice, check_whole
 
 Pooling = Literal["avg", "max"]

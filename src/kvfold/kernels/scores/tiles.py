@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 TILE_ELEMENTS = 1 << 22
-"""Float32 elements that a method may hold beside the cache at a time (16 MiB)."""
+"""Float32 elements that scoring may hold beside the cache at a time (16 MiB)."""
 
 
 def map_rows(function: Callable[[slice], Tensor], rows: int, elements_per_row: int) -> Tensor:
@@ -31,9 +31,3 @@ def map_rows(function: Callable[[slice], Tensor], rows: int, elements_per_row: i
 def unit(rows: Tensor) -> Tensor:
     """Scale rows to length 1 in float32; a zero row stays zero."""
     return torch.nn.functional.normalize(rows.float(), dim=-1, eps=1e-12)
-
-
-def group_mean(per_query_head: Tensor, kv_heads: int) -> Tensor:
-    """Average over query heads of a KV head: ``[batch, q_heads, rows]`` to ``[batch, kv_heads, rows]``."""
-    batch, _, rows = per_query_head.shape
-    return per_query_head.view(batch, kv_heads, -1, rows).mean(2)
