@@ -41,6 +41,7 @@ class SelectContext:
         amount: Value of the parameter that :attr:`Retriever.knob` names, float32, ``[batch]``: sequences of one batch
             may be read with different ones.
         fitted: What :meth:`Retriever.fit` found.
+        certify: Whether :attr:`Selection.remaining` is asked for; a decode step that nobody looks into saves its cost.
     """
 
     queries: Tensor
@@ -51,6 +52,7 @@ class SelectContext:
     rest_value_norm: Tensor
     amount: Tensor
     fitted: Fitted = field(default_factory=dict)
+    certify: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Selection:
             their rows that are not read.
         scored: Clusters of each level that had to be looked at, int64, ``[batch, kv_heads]`` per level.
         remaining: Bound on the norm of the output's error, float32, ``[batch, q_heads]``; ``None`` where the method has
-            none.
+            none, or nobody asked.
         rows: Rows of the clusters of the only level that are read, bool, ``[batch, kv_heads, clusters * segment]``, by
             a method that chooses single rows; ``expanded`` then says nothing more. ``None``: whole clusters are read.
         left: With ``rows``: log of the mass of what is left of each cluster, ``-inf`` for nothing, float32,

@@ -13,9 +13,14 @@ from kvfold.core.errors import UnsupportedError
 from kvfold.core.retrieve import Retriever, SelectContext
 from kvfold.kernels.attention import AttentionOutput, attend, join_sinks
 from kvfold.kernels.clusters import attend_selected, count_read
+from kvfold.kernels.clusters.fused import Clustered, attend_refined, unserved
 from kvfold.kernels.runs import attend_runs
+from kvfold.methods.retrieve.refine import fused_rule
 from kvfold.runtime.plan import LayerPlan, clusters_of
 from kvfold.runtime.state import State
+
+_FUSED_ON = ("cuda",)
+"""Devices on which a step that kernels know runs as such; elsewhere they are interpreted, slowly."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -139,6 +144,9 @@ class ReadRows(RunRows):
                 "bound; use a policy without a retriever"
             )
         del is_new
+        fused = self._fused(q, k, v, scale, sinks)
+        if fused is not None:
+            return fused
         self.append(k, v)
         state = self.state
         starts, now = state.of(self.number, state.starts), state.of(self.number, state.now)
@@ -159,6 +167,7 @@ class ReadRows(RunRows):
                 rest_value_norm=self._longest(starts + covered, now - covered),
                 amount=self.amounts[now.sum(1).double().div(now.shape[1]).round().long()],
                 fitted=self.fitted,
+                certify=False,
             )
         )
         clusters: dict[str, Any] = {"segments": self.retriever.segments, "levels": self.levels, "exists": exists}
@@ -168,6 +177,29 @@ class ReadRows(RunRows):
         batch, heads = now.shape
         pools = [pool.view(batch, heads, -1, pool.shape[-1]) for pool in (self.keys, self.values)]
         found: AttentionOutput = attend_selected(q, *pools, **clusters, selection=chosen, rest=rest, scale=scale)
+        return found.output
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor | None:
+        """Do the whole step in few launches; ``None`` where kernels do not know the method, the type or the device."""
+        rule = fused_rule(self.retriever, self.amounts) if q.device.type in _FUSED_ON else None
+        if rule is None:
+            return None
+        state = self.state
+        held = Clustered(
+            keys=self.keys,
+            values=self.values,
+            starts=state.of(self.number, state.starts),
+            lengths=state.of(self.number, state.now),
+            fits=state.fits,
+            summaries=self.levels[0],
+            segment=self.retriever.segments[0],
+            tail_rows=self.rest_rows,
+        )
+        if unserved(q, held) is not None:
+            return None
+        found = attend_refined(
+            q, held, rule, scale=scale, new=(k, v), sinks=sinks, read=state.read, alive=state.alive, impl="triton"
+        )
         return found.output
 
     def whole(self, rows: Tensor, level: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.core.retrieve import SelectContext, Selection
+from kvfold.core.retrieve import Retriever, SelectContext, Selection
 from kvfold.kernels.clusters import (
     certificate,
     estimate,
@@ -19,6 +19,7 @@ from kvfold.kernels.clusters import (
     sound_risk,
     until_bound,
 )
+from kvfold.kernels.clusters.fused import Threshold
 
 _PASSES = 16  # of a sound selection: on keys of a model, 5 to 16 settled all but one cluster in two hundred
 
@@ -44,6 +45,30 @@ class Rule:
     value_radius: bool
 
 
+def fused_rule(method: Retriever, amounts: Tensor) -> Threshold | None:
+    """Say by which rule kernels choose clusters as a method does.
+
+    Args:
+        method: What reads.
+        amounts: Its knob by the number of rows held.
+
+    Returns:
+        The rule; ``None`` for what has to be chosen in plain torch: other methods, epsilon, read, sound selections and
+        clusters of clusters.
+    """
+    from kvfold.methods.retrieve.refinekv import RefineKV
+
+    if not isinstance(method, RefineKV) or method.knob != "tau" or method.selection != "paper" or method.fanout:
+        return None
+    return Threshold(
+        amounts=amounts,
+        by_rows=True,
+        mean=method.gqa == "mean",
+        absolute=method.tau_mode == "absolute",
+        value_radius=method.value_bound == "radius",
+    )
+
+
 class Step:
     """Clusters of the lowest level and, behind them in the same tensors, the clusters of clusters ("parents").
 
@@ -53,7 +78,7 @@ class Step:
 
     def __init__(self, rule: Rule, ctx: SelectContext):
         """Estimate everything that is summarised."""
-        self.rule, self.exists = rule, ctx.exists
+        self.rule, self.exists, self.certify = rule, ctx.exists, ctx.certify
         self.clusters, kv_heads = ctx.exists[0].shape[-1], ctx.exists[0].shape[1]
         self.parents = ctx.exists[1] if len(ctx.exists) > 1 else ctx.exists[0][..., :0]
         queries = group_queries(ctx.queries, kv_heads)
@@ -76,15 +101,19 @@ class Step:
         choose = {"tau": self._by_tau, "epsilon": self._by_epsilon, "read": self._by_count}[self.rule.knob]
         opened, expanded = choose()
         represented = self._represented(opened, expanded)
-        read = self._padded(expanded).unsqueeze(2)
-        bound = certificate(self.found, self.rest, represented.unsqueeze(2), read, self.longest)
+        bound = self._bound(represented, expanded) if self.certify else None
         levels = (represented[..., : self.clusters], represented[..., self.clusters :])[: len(self.exists)]
         return Selection(
             expanded=expanded,
             represented=levels,
             scored=(self._shown(opened).sum(-1), *(exist.sum(-1) for exist in self.exists[1:])),
-            remaining=bound.flatten(1, 2).float(),
+            remaining=bound,
         )
+
+    def _bound(self, represented: Tensor, expanded: Tensor) -> Tensor:
+        read = self._padded(expanded).unsqueeze(2)
+        bound = certificate(self.found, self.rest, represented.unsqueeze(2), read, self.longest)
+        return bound.flatten(1, 2).float()
 
     def _by_tau(self) -> tuple[Tensor, Tensor]:
         opened, expanded = self._nothing()
