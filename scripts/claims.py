@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Print the tables of docs/numbers.md from the runs that scripts/evidence.py wrote.
 
-    python scripts/claims.py RUNS
+    python scripts/claims.py RUNS [--summary]
 
-RUNS is a folder of runs, or a .tar.xz of one such as those in docs/evidence.
+RUNS is a folder of runs, or a .tar.xz of one such as those in docs/evidence. Prints all scores and every comparison
+with its interval; with --summary, one row per method, and one per claim with the cells in which it holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tarfile
 import tempfile
@@ -27,6 +29,7 @@ Scores = dict[str, dict[int, tuple[float, float]]]
 
 SHORT = {"niah_multikey": "MK", "niah_multivalue": "MV", "niah_multiquery": "MQ", "niah_single": "S", "qa": "QA"}
 KEEP = (0.5, 0.25, 0.1)
+LONG = 65536
 UNPROTECTED = ", sink_tokens=0, recent_tokens=0"
 
 
@@ -88,6 +91,28 @@ def print_scores(cells: dict[Cell, Scores], model: str, length: int) -> None:
         print(f"| {policy} | {100 * fmean(held):.0f} | {' | '.join(row)} |")
 
 
+def print_methods(cells: dict[Cell, Scores], model: str, length: int) -> None:
+    """Print one row per method, its budgets side by side; ``=`` marks what cannot be told from dense."""
+    own = {cell[1]: scores for cell, scores in sorted(cells.items()) if (cell[0], cell[2]) == (model, length)}
+    titles = [f"{task_name(task)} (n={len(scores['dense'])})" for task, scores in own.items()]
+    print(f"\n{model}, {length:,} tokens\n\n| keep 50 / 25 / 10 % | {' | '.join(titles)} |")
+    print(f"|{' --- |' * (len(titles) + 1)}")
+    exact = [fmean(points for points, _ in scores["dense"].values()) for scores in own.values()]
+    print(f"| dense | {' | '.join(f'{100 * points:.0f}' for points in exact)} |")
+    forms: dict[str, list[str]] = defaultdict(list)
+    for policy in dict.fromkeys(policy for scores in own.values() for policy in scores):
+        if policy != "dense" and "metric" not in policy:
+            forms[re.sub(r"keep=[\d.]+(, )?", "", policy).replace("()", "")].append(policy)
+    for form, policies in forms.items():
+        row = []
+        for scores in own.values():
+            found = [difference(scores, policy, "dense") for policy in policies]
+            row.append(
+                " / ".join(f"{100 * x.mean:.0f}{'=' if x.verdict == 'not distinguishable' else ''}" for x in found)
+            )
+        print(f"| {form} | {' | '.join(row)} |")
+
+
 def print_claims(cells: dict[Cell, Scores]) -> None:
     """Print each comparison with its interval."""
     print("\n| claim | model, task, length | policies | score | difference, 95 % | n | verdict |\n|" + " --- |" * 7)
@@ -104,10 +129,26 @@ def print_claims(cells: dict[Cell, Scores]) -> None:
             )
 
 
+def print_summary(cells: dict[Cell, Scores]) -> None:
+    """Print where each claim holds, where the opposite does, and in how many cells neither can be said."""
+    print("\n| claim | policies | reproduced | the opposite | not distinguishable |\n|" + " --- |" * 5)
+    for claim, own, other, least in pairs():
+        found: dict[str, list[str]] = defaultdict(list)
+        for (model, task, length), scores in sorted(cells.items()):
+            if length >= least and own in scores and other in scores:
+                one = difference(scores, own, other)
+                points = f"{100 * one.difference:+.0f} ({100 * one.low:+.0f} to {100 * one.high:+.0f})"
+                found[one.verdict].append(f"{model.split('-')[0]} {task_name(task)} {length // 1024}K {points}")
+        higher, lower = (", ".join(found[verdict]) or "none" for verdict in ("higher", "lower"))
+        rest = len(found["not distinguishable"])
+        print(f"| {claim} | {own} vs {other} | {higher} | {lower} | {rest} of {sum(map(len, found.values()))} cells |")
+
+
 def main() -> int:
     """Read the runs and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
+    parser.add_argument("--summary", action="store_true", help="one row per claim")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as unpacked:
         folder = args.runs
@@ -116,6 +157,11 @@ def main() -> int:
                 archive.extractall(unpacked, filter="data")
             folder = Path(unpacked)
         cells = read(folder)
+    if args.summary:
+        for model, length in sorted({(cell[0], cell[2]) for cell in cells if cell[2] < LONG}):
+            print_methods(cells, model, length)
+        print_summary(cells)
+        return 0
     for model, length in sorted({(cell[0], cell[2]) for cell in cells}):
         print_scores(cells, model, length)
     print_claims(cells)

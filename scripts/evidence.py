@@ -49,7 +49,7 @@ DEFAULTS = [
 ]
 """Policies that are compared with dense."""
 CURVE_TASK = "niah_multikey_2"
-STACK_TOKENS = 28 * 32 * 4096
+STACK_TOKENS = 28 * 24 * 4096
 """Rows that one process holds side by side; 12 KiB each in the 0.5B model, and about as much again for copies."""
 READ_TASKS = ["niah_multikey_1", "niah_multikey_2", "vt", "qa_1"]
 LONG_TASK, LONG_TOKENS, YARN_FACTOR = "niah_multikey_1", 65536, 2.0
