@@ -20,7 +20,16 @@ def file(tmp_path: Path) -> Path:
 def test_a_summary_gives_advice_with_reasons(invoke: Invoke, model_dir: Path, file: Path) -> None:
     result = invoke("inspect", model_dir, "--text", file, "--tokens", 320)
     assert result.exit_code == 0
-    for words in ("by the rule", "288 tokens", "proxy", "rank", "best possible", "the first key", "of the heads"):
+    for words in (
+        "by the rule",
+        "288 tokens",
+        "proxy",
+        "rank",
+        "best possible",
+        "the first key",
+        "of the heads",
+        "refinekv(tau=",
+    ):
         assert words in result.stdout
 
 
@@ -31,6 +40,9 @@ def test_json_is_one_document_with_all_of_it(invoke: Invoke, model_dir: Path, fi
     assert document["measurements"]["lengths"] == [36, 72, 144, 288]
     assert [layer["layer"] for layer in document["measurements"]["layers"]] == [0, 1]
     assert set(document["measurements"]["layers"][0]["recovery"]["l2"]) == {"0.5", "0.25", "0.1"}
+    points = document["measurements"]["reading"]["points"]
+    assert [point["tau"] for point in points] == [0.001, 0.003, 0.01, 0.03, 0.1]
+    assert document["advice"]["tau"] in [point["tau"] for point in points]
 
 
 def test_without_a_text_there_is_one_cut_to_the_model(invoke: Invoke, model_dir: Path) -> None:

@@ -54,6 +54,8 @@ def test_rows_and_attention_are_those_of_a_stock_model(family: str, chunk_size: 
         stock = output.past_key_values.layers[rows.layer_idx]
         torch.testing.assert_close(rows.keys, stock.keys[:, :, :CONTEXT], atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(rows.values, stock.values[:, :, :CONTEXT], atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(rows.later_keys, stock.keys[:, :, CONTEXT:], atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(rows.later_values, stock.values[:, :, CONTEXT:], atol=2e-4, rtol=1e-3)
         expected = output.attentions[rows.layer_idx][0, :, -LATER_QUERIES:]
         torch.testing.assert_close(rows.attention().flatten(0, 1), expected, atol=2e-4, rtol=1e-3)
 
@@ -123,6 +125,7 @@ def made(keys: torch.Tensor) -> LayerRows:
         keys=keys[None],
         values=keys[None],
         later_keys=one,
+        later_values=one,
         queries=one,
         scale=1.0,
         softcap=None,

@@ -33,9 +33,10 @@ def command(
     allow_download: _options.AllowDownload = False,
     json: _options.Json = False,
 ) -> None:
-    """Measure a model's keys, values and attention on a text, and say which method they speak for.
+    """Measure a model's keys, values and attention on a text, and say which methods they speak for.
 
-    The text is read once, without compression. Its last 32 tokens play the question that comes after it.
+    The text is read once, without compression. Its last 32 tokens play the question that comes after it; some of them
+    also read by query, at several thresholds of refinekv.
 
     [bold]Examples[/bold]
 
@@ -100,6 +101,9 @@ def _show(measured: Measurements, advice: Advice, out: Path | None) -> None:
 
     console = Console(highlight=False)
     console.print(f"[bold]{advice.policy}[/bold]  by the rule, on {measured.tokens:,} tokens", soft_wrap=True)
+    if advice.tau is not None:
+        known = "by its rule" if advice.tau_within else "the least that was tried; its error is not within the bounds"
+        console.print(f"[bold]refinekv(tau={advice.tau:g})[/bold]  to read by query, {known}", soft_wrap=True)
     if not advice.agrees:
         console.print(f"[bold]but {advice.observed} recovered more attention here[/bold]")
     for reason in advice.reasons:
@@ -124,6 +128,14 @@ def _show(measured: Measurements, advice: Advice, out: Path | None) -> None:
     for name in measured.metric_names:
         table.add_row(name, *(f"{measured.sink(name, length):.0%}" for length in measured.lengths))
     console.print(table)
+    if measured.reading is not None:
+        table = Table(title="reading by query (refinekv)")
+        for name in ("tau", "rows read", "error, median", "95th percentile"):
+            table.add_column(name, justify="right")
+        for point in measured.reading.points:
+            figures = (f"{point.tau:g}", f"{point.rows:.0%}", f"{point.median:.1%}", f"{point.p95:.0%}")
+            table.add_row(*figures, style="bold" if point.tau == advice.tau else None)
+        console.print(table)
     if measured.passed:
         shown = ", ".join(map(str, measured.passed))
         console.print(f"layers {shown} do not see the whole context and were not measured", style="dim")

@@ -5,20 +5,24 @@ from __future__ import annotations
 import base64
 import html
 import io
+import math
 from collections.abc import Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
 from kvfold.eval.inspect import Advice, Measurements
 from kvfold.eval.inspect.energy import PARTS
 from kvfold.eval.inspect.measure import mean
+from kvfold.eval.inspect.reading import Reading
 from kvfold.eval.inspect.recovery import ORACLE
+from kvfold.eval.inspect.threshold import choose_tau
 from kvfold.report.style import GREY, INK, PALE, PALETTE, STYLE, spread
 
 _DPI = 160
+_LEAST_ERROR, _LARGEST_ERROR = 1e-4, 4.0  # of the axis; at short lengths small thresholds differ by rounding alone
 _NAMES = {
     "l2": "L2",
     "cosine": "cosine",
@@ -30,6 +34,8 @@ _NAMES = {
     "keys": "keys as cached",
     "keys_pre": "keys before RoPE",
     "values": "values",
+    "half": "half lie below",
+    "most": "95 % lie below",
 }
 
 
@@ -57,13 +63,18 @@ def draw_geometry(measured: Measurements, title: str) -> bytes:
         ("first key: percentile under L2", [layer.sinks["l2"][last] for layer in layers], (0, 1), "viridis"),
     ]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 7.6), dpi=_DPI)
+        figure = Figure(figsize=(12, 7.6 if measured.reading is None else 10.2), dpi=_DPI)
         figure.text(0.05, 0.955, title, fontsize=15, fontweight="bold", color=INK, va="center")
         for index, (name, values, limits, colours) in enumerate(maps):
             axes = figure.add_axes((0.05, 0.74 - 0.222 * index, 0.43, 0.13))
             _heat_map(figure, axes, name, values, [layer.layer for layer in layers], limits, colours)
-        _energy(figure.add_axes((0.58, 0.55, 0.27, 0.32)), measured)
-        _recovery(figure.add_axes((0.58, 0.09, 0.27, 0.32)), measured)
+        if measured.reading is None:
+            _energy(figure.add_axes((0.58, 0.55, 0.27, 0.32)), measured)
+            _recovery(figure.add_axes((0.58, 0.09, 0.27, 0.32)), measured)
+        else:
+            _energy(figure.add_axes((0.58, 0.68, 0.27, 0.22)), measured)
+            _recovery(figure.add_axes((0.58, 0.375, 0.27, 0.22)), measured)
+            _reading(figure.add_axes((0.58, 0.07, 0.27, 0.22)), measured.reading)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=_DPI)
     return buffer.getvalue()
@@ -86,6 +97,8 @@ def geometry_page(measured: Measurements, advice: Advice, title: str, png: bytes
     )
     heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in TABLE)
     reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in advice.reasons)
+    by_query = "" if advice.tau is None else f"; to read by query: <code>refinekv(tau={advice.tau:g})</code>"
+    at_tau = "" if advice.tau is None else f"; rows read and median error of the output at tau={advice.tau:g}"
     picture = base64.b64encode(png).decode()
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -99,17 +112,29 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ text-align: right; padding: .2rem .7rem; border-bottom: 1px solid #8884 }}
 </style></head><body>
 <h1>{html.escape(title)}</h1>
-<p>Advice: <code>{html.escape(advice.policy)}</code></p>
+<p>Advice: <code>{html.escape(advice.policy)}</code>{by_query}</p>
 <ul>{reasons}</ul>
-<img src="data:image/png;base64,{picture}" alt="Heat maps of key geometry by layer and head; curves of energy and of
-attention recovered">
-<div class="wide"><table><caption>Mean over the KV heads of a layer; ranks that suffice in every head</caption>
+<img src="data:image/png;base64,{picture}" alt="Heat maps of key geometry by layer and head; curves of energy, of
+attention recovered, and of errors by rows read">
+<div class="wide"><table><caption>Mean over the KV heads of a layer; ranks that suffice in every head{at_tau}</caption>
 <thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>
 </body></html>
 """
 
 
-TABLE = ("layer", "CV", "centroid", "length share", "rho", "first key", "rank K 95 %", "rank V 95 %", "rows for 90 %")
+TABLE = (
+    "layer",
+    "CV",
+    "centroid",
+    "length share",
+    "rho",
+    "first key",
+    "rank K 95 %",
+    "rank V 95 %",
+    "rows for 90 %",
+    "rows read",
+    "error",
+)
 """Headings of :func:`layer_table`."""
 
 
@@ -121,8 +146,10 @@ def layer_table(measured: Measurements, advice: Advice) -> list[tuple[str, ...]]
         advice: What it says.
 
     Returns:
-        Cells as text.
+        Cells as text; a dash where RefineKV cannot serve the model.
     """
+    known = () if measured.reading is None else measured.reading.layers
+    read = {layer.layer: point for layer in known for point in layer.points if point.tau == advice.tau}
     return [
         (
             str(layer.layer),
@@ -134,6 +161,7 @@ def layer_table(measured: Measurements, advice: Advice) -> list[tuple[str, ...]]
             str(key_rank),
             str(value_rank),
             f"{mean(list(layer.concentration.median)):.1%}",
+            *((f"{at.rows:.0%}", f"{at.median:.1%}") if (at := read.get(layer.layer)) else ("-", "-")),
         )
         for layer, key_rank, value_rank in zip(
             measured.layers, advice.key_ranks[0.95], advice.value_ranks[0.95], strict=True
@@ -198,6 +226,45 @@ def _recovery(axes: Axes, measured: Measurements) -> None:
     _percent(axes)
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _label(axes, ends, x=1.03, low=0.0, high=1.0, top=axes.get_ylim())
+
+
+def _reading(axes: Axes, reading: Reading) -> None:
+    """Error of the output against rows read, a point per threshold; the one of the rule has a ring."""
+    points = sorted(reading.points, key=lambda point: point.tau)
+    shares, picked = [point.rows for point in points], choose_tau(points)
+    lines = {"half": [point.median for point in points], "most": [point.p95 for point in points]}
+    axes.set_yscale("log")
+    axes.set_ylim(_LEAST_ERROR, _LARGEST_ERROR)
+    axes.set_xlim(0, 1.02)
+    span = math.log(_LARGEST_ERROR / _LEAST_ERROR)
+    ends = {}
+    for colour, (name, errors) in zip(PALETTE, lines.items(), strict=False):
+        shown = [min(max(error, _LEAST_ERROR), _LARGEST_ERROR) for error in errors]
+        axes.plot(shares, shown, color=colour, marker="o", ms=3.5)
+        at = points.index(picked.point)
+        axes.plot(shares[at], shown[at], color=colour, marker="o", ms=9, mfc="none", mew=1.6)
+        ends[name] = (math.log(shown[0] / _LEAST_ERROR) / span, colour)
+    axes.axvline(picked.point.rows, color=GREY, lw=0.8, ls=":")
+    for point in points:
+        bold = point is picked.point
+        height = min(max(point.p95, _LEAST_ERROR), _LARGEST_ERROR)
+        axes.annotate(
+            f"tau={point.tau:g}" if bold else f"{point.tau:g}",
+            (point.rows, height),
+            xytext=(4, 6),
+            textcoords="offset points",
+            fontsize=9,
+            color=INK if bold else GREY,
+            fontweight="bold" if bold else "normal",
+        )
+    axes.set_title("refinekv: error of the output, by tau", loc="left", fontsize=10.5, color=INK)
+    axes.set_xlabel("rows read")
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4%}".rstrip("0%").rstrip(".") + "%"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(axis="y", color=PALE)
+    axes.set_axisbelow(True)
+    _label(axes, ends, x=1.03, low=0.0, high=1.0, top=(0.0, 1.0))
 
 
 def _percent(axes: Axes) -> None:

@@ -1,4 +1,4 @@
-"""From measurements to advice: which metric, which rank, and what reading by query could save.
+"""From measurements to advice: which metric, which rank, and how to read by query.
 
 The rule for the metric follows from the decomposition of :mod:`kvfold.eval.inspect.geometry`. The L2 distance to the
 centroid ranks keys by length and by direction; ``length_share`` says how much is length. A cosine metric ranks by
@@ -10,9 +10,11 @@ direction alone. So
 
 Where L2 is chosen and the centroid fades along the context (``fade < FADED``), it is taken per window.
 
-What the rule is worth is counted, not claimed: :func:`hit_rate` compares it head by head with the metric that recovers
-most attention. That is a proxy (see :mod:`kvfold.eval.inspect.recovery`): the metric that recovers most attention need
-not answer most questions.
+The threshold for RefineKV has a rule of its own: see :mod:`kvfold.eval.inspect.threshold`.
+
+What the rule for the metric is worth is counted, not claimed: :func:`hit_rate` compares it head by head with the metric
+that recovers most attention. That is a proxy (see :mod:`kvfold.eval.inspect.recovery`): the metric that recovers most
+attention need not answer most questions.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any, Literal
 from kvfold.core.errors import ConfigError, must_be
 from kvfold.eval.inspect.energy import SHARES
 from kvfold.eval.inspect.measure import LayerMeasures, Measurements, mean
+from kvfold.eval.inspect.threshold import choose_tau, tau_reasons
 
 Choice = Literal["l2", "cosine", "windowed"]
 CHOICES: tuple[Choice, ...] = ("l2", "cosine", "windowed")
@@ -54,6 +57,9 @@ class Advice:
         value_ranks: The same for values.
         read_share: Share of the rows that one query needs for 90 % of its attention, mean of the medians.
         union_share: Share that any later query needs.
+        tau: Threshold for RefineKV by its rule, ``None`` where the method cannot serve the model.
+        tau_within: Whether its error is within the bounds of the rule; ``False``: no threshold that was tried is, and
+            this is the smallest.
         reasons: In words, with the figures.
     """
 
@@ -68,6 +74,8 @@ class Advice:
     value_ranks: dict[float, tuple[int, ...]]
     read_share: float
     union_share: float
+    tau: float | None
+    tau_within: bool | None
     reasons: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,6 +118,7 @@ def advise(measurements: Measurements, keep: float = 0.25) -> Advice:
         for name in ("median", "union")
     )
     agrees = found[observed] - found[choice] <= SAME
+    picked = None if measurements.reading is None else choose_tau(measurements.reading.points)
     return Advice(
         choice=choice,
         policy=_policy(choice, keep, measurements.window),
@@ -122,6 +131,8 @@ def advise(measurements: Measurements, keep: float = 0.25) -> Advice:
         value_ranks=value_ranks,
         read_share=read,
         union_share=union,
+        tau=None if picked is None else picked.point.tau,
+        tau_within=None if picked is None else picked.within,
         reasons=(
             *_metric_reasons(choice, figures, keep, measurements),
             *_observed_reasons(choice, observed, agrees, found, keep, measurements),
@@ -129,6 +140,7 @@ def advise(measurements: Measurements, keep: float = 0.25) -> Advice:
             f"one query needs {read:.1%} of the rows for 90 % of its attention (median), all "
             f"{measurements.later_queries} later queries together {union:.0%}: reading by query could skip up to "
             f"{1 - read:.0%} of the reads, where evicting must keep the {union:.0%}",
+            *tau_reasons(measurements),
         ),
     )
 

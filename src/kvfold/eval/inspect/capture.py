@@ -34,6 +34,7 @@ class LayerRows:
         keys: Of the context, after RoPE, ``[1, kv_heads, context, head_dim]``.
         values: ``[1, kv_heads, context, value_dim]``.
         later_keys: Keys of the later queries' own tokens.
+        later_values: Their values.
         queries: The later queries, ``[1, q_heads, LATER_QUERIES, head_dim]``.
         scale: Factor on the logits.
         softcap: Soft cap on logits.
@@ -46,6 +47,7 @@ class LayerRows:
     keys: Tensor
     values: Tensor
     later_keys: Tensor
+    later_values: Tensor
     queries: Tensor
     scale: float
     softcap: float | None
@@ -134,6 +136,7 @@ class Capture:
                 keys=keys[:, :, : self.tokens],
                 values=values[:, :, : self.tokens],
                 later_keys=keys[:, :, self.tokens :],
+                later_values=values[:, :, self.tokens :],
                 queries=queries[:, :, -LATER_QUERIES:],
                 scale=core.call.scale,
                 softcap=core.call.softcap,

@@ -14,6 +14,7 @@ from kvfold.eval.inspect.concentration import Concentration, measure_concentrati
 from kvfold.eval.inspect.energy import Energy, measure_energy
 from kvfold.eval.inspect.geometry import Geometry, measure_geometry
 from kvfold.eval.inspect.metrics import metrics, window_of
+from kvfold.eval.inspect.reading import Reading, summarise_steps, take_steps
 from kvfold.eval.inspect.recovery import KEEPS, measure_recovery
 from kvfold.eval.inspect.sinks import lengths_of, measure_sinks
 from kvfold.hf.load import Model
@@ -53,6 +54,8 @@ class Measurements:
         passed: Layers that no policy acts on; they were not measured.
         rope_note: Why there are no figures before RoPE, if there are none.
         layers: The others.
+        reading: What RefineKV would read of them and miss.
+        reading_note: Why there are no such figures, if there are none.
     """
 
     tokens: int
@@ -63,6 +66,8 @@ class Measurements:
     passed: tuple[int, ...]
     rope_note: str | None
     layers: tuple[LayerMeasures, ...]
+    reading: Reading | None = None
+    reading_note: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data, ready for JSON."""
@@ -116,11 +121,21 @@ def inspect_model(
         The measurements.
     """
     taken = capture(model, ids, chunk_size=chunk_size, progress=reading)
-    layers = []
+    layers, steps, capped = [], [], []
     for rows in taken.rows():
         layers.append(measure_layer(rows, pre=taken.rope_note is None, keeps=keeps))
+        if rows.softcap is not None:
+            capped.append(rows.layer_idx)
+        elif not capped:
+            steps.append(take_steps(rows))
         if measuring is not None:
             measuring(len(layers), len(taken.layers))
+    note = None
+    if capped:
+        # the method refuses a model for one such layer
+        shown = f"layers {', '.join(map(str, capped))}" if len(capped) > 1 else f"layer {capped[0]}"
+        does = "cap their" if len(capped) > 1 else "caps its"
+        note = f"RefineKV cannot serve {taken.cache.facts.config.model_type}, whose {shown} {does} attention logits"
     return Measurements(
         tokens=taken.tokens,
         later_queries=LATER_QUERIES,
@@ -130,6 +145,8 @@ def inspect_model(
         passed=taken.passed,
         rope_note=taken.rope_note,
         layers=tuple(layers),
+        reading=None if capped else summarise_steps(steps),
+        reading_note=note,
     )
 
 
