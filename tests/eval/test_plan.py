@@ -12,7 +12,8 @@ from tests.helpers.policies import COMBINATIONS, METHODS, text
 import kvfold
 from kvfold.core.errors import ConfigError, DataError, KvfoldError, UnsupportedError
 from kvfold.eval import plan as planning
-from kvfold.eval.plan import cache_nbytes, make_plan, parse_memory
+from kvfold.eval.plan import make_plan, parse_memory
+from kvfold.hf.cache_size import cache_nbytes, largest
 from kvfold.hf.shape import SHAPES, ModelShape, read_config, shape_of
 
 PUBLISHED = {
@@ -158,6 +159,12 @@ def test_what_fits_is_the_largest_that_fits() -> None:
     assert small.max_batch_held > 5 * dense.max_batch
     assert bounded.max_batch > 5 * dense.max_batch
     assert plan(memory=1)[0].max_batch == plan(memory=1)[0].max_context == 0
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5, 64, 100])
+def test_the_largest_number_is_found(most: int) -> None:
+    for limit in (0, 1, 2, 3, 7, 8, 63, 99, 100, 500):
+        assert largest(lambda number, limit=limit: number <= limit, most) == min(limit, most)  # type: ignore[misc]
 
 
 def test_largest_context_stops_at_the_model() -> None:

@@ -64,8 +64,8 @@ def test_a_step_of_a_family_waits_for_nothing(family: str) -> None:
 @pytest.mark.parametrize("policy", ["dense", *policies.RETRIEVERS])
 def test_a_step_needs_shapes_alone(policy: str, kind: Kind) -> None:
     made = kvfold.Engine(tiny.build("llama", torch.bfloat16).to("meta"), policy, max_batch=4)
-    step, _ = program(made)
-    sampler = made._memory.sampler(4, tiny.VOCAB)
+    step, layout = program(made)
+    sampler = made._memory.sampler(layout.batch, tiny.VOCAB)
     sampler.load(kind, **SETTINGS)
     with torch.no_grad():
         step.step(sampler, kind)
@@ -79,7 +79,7 @@ def test_a_step_without_a_living_sequence_changes_nothing() -> None:
     step, layout = program(made)
     state = step.state
     state.load(layout, [60, 37, 100], [True] * 3, [5])
-    sampler, kind = made._memory.sampler(4, tiny.VOCAB), Kind(False, False, True)
+    sampler, kind = made._memory.sampler(layout.batch, tiny.VOCAB), Kind(False, False, True)
     sampler.load(kind, **{**SETTINGS, "temperature": 0.0})
     before = [tensor.clone() for tensor in (*state.tensors(), *sampler.tensors())]
     with torch.no_grad(), state.held():

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvfold._version import __version__
-from kvfold.cli import chat, demo, env, eval, generate, inspect, methods, plan, report, study
+from kvfold.cli import bench, chat, demo, env, eval, generate, inspect, methods, plan, report, study
 from kvfold.core.errors import KvfoldError
 
 
@@ -50,6 +50,7 @@ app.command("chat")(chat.command)
 app.command("eval")(eval.command)
 app.command("inspect")(inspect.command)
 app.add_typer(study.app, name="study")
+app.add_typer(bench.app, name="bench")
 app.command("plan")(plan.command)
 app.command("report")(report.command)
 app.command("methods")(methods.command)

@@ -93,6 +93,30 @@ class Policy:
             )
         return max(keep, floor)
 
+    def layer_tokens(
+        self, seen_tokens: int, row_nbytes: int, layer_idx: int, num_layers: int, *, slack_rows: int = 0
+    ) -> int:
+        """Tokens per KV head that stay in one layer, the mean over its heads.
+
+        Args:
+            seen_tokens: Tokens appended so far to this sequence.
+            row_nbytes: Bytes of one token over all KV heads of all compressed layers.
+            layer_idx: Index among the compressed layers.
+            num_layers: Number of compressed layers.
+            slack_rows: Rows that storage may round up by; a byte budget leaves room for them.
+
+        Returns:
+            The number, above what is held where everything stays.
+
+        Raises:
+            ConfigError: If a byte budget is below the protected tokens.
+        """
+        if self.allocator is None:
+            return seen_tokens
+        mean = self.keep_tokens(seen_tokens, row_nbytes, slack_rows=slack_rows)
+        keep = self.allocator.layer_tokens(mean, seen_tokens, layer_idx, num_layers, self.protected_tokens)
+        return max(keep, min(seen_tokens, self.protected_tokens), 1)
+
     def __str__(self) -> str:
         """Print in the form that :func:`policy` reads; only what differs from the defaults."""
         parts = [] if self.evictor is None or self.allocator is None else [self._evicting(self.evictor, self.allocator)]

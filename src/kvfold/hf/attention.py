@@ -89,12 +89,16 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *rest: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend through the cache layer that the keys carry; without one, call the stock function unchanged."""
+    """Attend through the cache layer that the keys carry; without one, call the stock function unchanged.
+
+    Others wrap registered functions too, and pass the dropout by place.
+    """
     layer: LayerView | None = getattr(key, _TAG, None)
     if layer is None:
-        return _stock_attention(stock, module)(module, query, key, value, attention_mask, **kwargs)
+        return _stock_attention(stock, module)(module, query, key, value, attention_mask, *rest, **kwargs)
     name = type(module).__name__
     # our mask function gives [batch, 1, tokens, 1]: four axes, as models that cut their masks expect
     if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.shape[1::2] != (1, 1)):
@@ -102,7 +106,7 @@ def _attention(
             f"{name} was given an attention mask of its own; a compressed cache takes 2D padding masks alone"
         )
     valid = None if attention_mask is None else attention_mask[:, 0, :, 0]
-    if module.training and kwargs.get("dropout"):
+    if module.training and (rest[0] if rest else kwargs.get("dropout")):
         raise UnsupportedError(f"{name} is in training with dropout; call model.eval() before generating with a cache")
     if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
         raise UnsupportedError(

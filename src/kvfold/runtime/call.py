@@ -147,7 +147,7 @@ class Call:
         self._program = program = memory.program(layout, self._rest_rows(layout, fits))
         state, sampler = program.state, memory.sampler(layout.batch, logits.shape[-1])
         state.load(layout, self._seen, fits, settings.stop_ids)
-        program.fill_amounts(layout, settings.max_new_tokens)
+        self._fill_amounts(program, layout)
         sampler.load(
             kind,
             temperature=settings.temperature,
@@ -174,6 +174,9 @@ class Call:
                         program.summariser(level)()
                 done += 1
             yield inbox.take()
+
+    def _fill_amounts(self, program: Program, layout: Layout) -> None:
+        program.fill_amounts(layout, self._settings.max_new_tokens)
 
     def _draw(self, sampler: object) -> None:
         if self._settings.kind.is_sampled and self._generator is not None:

@@ -19,7 +19,7 @@ from kvfold.hf.retrieve import check_retriever
 from kvfold.runtime.answers import Answer
 from kvfold.runtime.call import Call, Timing
 from kvfold.runtime.memory import Memory
-from kvfold.runtime.plan import plan_layers
+from kvfold.runtime.plan import LayerPlan, plan_layers
 from kvfold.runtime.results import EngineStats, Result
 from kvfold.runtime.settings import Settings, read_prompts, read_settings
 
@@ -254,6 +254,16 @@ class Engine:
         """Give back the storage of decode steps and its graphs; the next call makes them anew."""
         self._end_call()
         self._memory.release()
+
+    @property
+    def plans(self) -> tuple[LayerPlan, ...]:
+        """The layers that hold rows, in order of the model."""
+        return self._memory.plans
+
+    @property
+    def captures(self) -> bool:
+        """Whether decode steps are captured as CUDA graphs."""
+        return self._memory.captures
 
     @property
     def nbytes(self) -> int:

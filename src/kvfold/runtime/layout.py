@@ -17,7 +17,8 @@ class Layout:
     """Runs of all layers.
 
     Attributes:
-        batch: Sequences, a power of two; those behind the real ones hold nothing.
+        batch: Sequences, rounded up to a power of two where none is read by query; those behind the real ones hold
+            nothing.
         capacity: Most rows that a run may come to hold.
         starts: First pool row of each run, per layer, sequence and KV head.
         rooms: Pool rows of each run.
@@ -77,10 +78,11 @@ def lay_out(
     Returns:
         The layout.
     """
-    batch = power(len(seen))
+    by_query = any(plan.retriever is not None for plan in plans)
+    # runs that are read by query are all alike: padding would hold as much as a sequence does
+    batch = len(seen) if by_query else power(len(seen))
     whole = [layer for plan, layer in zip(plans, held, strict=True) if plan.visibility.is_full]
     longest = max((n for layer in whole for line in layer for n in line), default=max(seen)) + new_rows
-    by_query = any(plan.retriever is not None for plan in plans)
     # room for all runs alike costs memory, so its buckets are narrow; else only the launch depends on it
     capacity = pages(longest)
     if coarse:

@@ -139,9 +139,10 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held."""
-        return held_nbytes(self._tensors())
+        return held_nbytes(self.tensors())
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor held."""
         yield from self.arena.tensors()
         for state in self._states.values():
             yield from state.tensors()
