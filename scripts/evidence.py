@@ -45,12 +45,12 @@ DEFAULTS = [
     "refinekv",
     *(f"refinekv(tau={tau})" for tau in (0.003, 0.03)),
     *(f"rowcodes(read={share})" for share in (0.05, 0.1)),
-    "quest(read=0.1)",
 ]
 """Policies that are compared with dense."""
 CURVE_TASK = "niah_multikey_2"
-STACK_TOKENS = 28 * 24 * 4096
+STACK_TOKENS = {CURVE_TASK: 28 * 48 * 4096}
 """Rows that one process holds side by side; 12 KiB each in the 0.5B model, and about as much again for copies."""
+LESS_TOKENS = 28 * 16 * 4096
 READ_TASKS = ["niah_multikey_1", "niah_multikey_2", "vt", "qa_1"]
 LONG_TASK, LONG_TOKENS, YARN_FACTOR = "niah_multikey_1", 65536, 2.0
 MAX_NEW_TOKENS = 48
@@ -176,7 +176,8 @@ def main() -> int:
         for length in map(int, lengths.split(",")):
             for name in args.read_tasks.split(","):
                 policies = READERS if name == CURVE_TASK else DEFAULTS
-                batch = max(1, min(50, STACK_TOKENS // (length * (len(policies) + 1))))
+                most = STACK_TOKENS.get(name, LESS_TOKENS)
+                batch = max(1, min(50, most // (length * (len(policies) + 1))))
                 todo.append(Job(model, name, length, policies, batch, kind="-read"))
     todo.sort(key=lambda job: -job.length)
     context = multiprocessing.get_context("spawn")

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.core.retrieve import Retriever, SelectContext, Selection
 from kvfold.kernels.attention import AttentionOutput, attend
 from kvfold.kernels.clusters import attend_selected
+from kvfold.kernels.clusters.layout import mean_keys_of, means_of
 from tests.helpers.oracle import attention64
 
 FAMILIES = ("isotropic", "clustered", "rotary", "outliers", "constant", "offset", "cancelling")
@@ -216,9 +217,9 @@ def mixed64(done: Step, work: torch.dtype = torch.float64, *, lengths: bool = Fa
                 if not stands.any() or selection.rows is not None:
                     continue
                 sizes = found["sizes"][row, kv][stands].double() if "sizes" in found else torch.tensor(float(segment))
-                means = found["mean_keys"][row, kv][stands].to(work)
+                means = mean_keys_of(found, work)[row, kv][stands]
                 logits.append((means @ query).to(wide) * rows.scale + sizes.to(wide).log())
-                values.append(found["mean_values"][row, kv][stands])
+                values.append(means_of(found, work)[1][row, kv][stands])
             held = torch.cat([part.double() for part in values])
             held = held.abs() if lengths else held
             if len(held):

@@ -49,20 +49,22 @@ def test_decode_steps_do_not_wait(model: PreTrainedModel, policy: str) -> None:
 def test_steps_of_a_stack_do_not_wait(model: PreTrainedModel) -> None:
     texts = [*POLICIES, "dense", "snapkv(keep=0.5, allocator=ada) + refinekv(cluster=16, tau=0.1)"]
     own = [kvfold.Cache(model, text).prefill(tiny.ids(300, seed=i)) for i, text in enumerate(texts)]
-    stack = StackedCache(own)
-    token = stack.feed(tiny.ids(9, 5, seed=1).cuda(), torch.ones(5, 9, dtype=torch.bool, device="cuda"))
-    token, every = token.argmax(-1, keepdim=True), torch.ones(5, 1, dtype=torch.bool, device="cuda")
+    stack, count = StackedCache(own), len(texts)
+    token = stack.feed(tiny.ids(9, count, seed=1).cuda(), torch.ones(count, 9, dtype=torch.bool, device="cuda"))
+    token, every = token.argmax(-1, keepdim=True), torch.ones(count, 1, dtype=torch.bool, device="cuda")
     token = stack.feed(token, every).argmax(-1, keepdim=True)
     with waiting_is_an_error():
         for _ in range(4):
             token = stack.feed(token, every, every[:, 0]).argmax(-1, keepdim=True)
-    shares = stack.rows_read()
-    assert shares[3] == 1.0
-    assert all(0 < share < 1 for share in (*shares[:3], shares[4]))
+    shares = dict(zip(texts, stack.rows_read(), strict=True))
+    assert shares.pop("dense") == 1.0
+    assert all(0 < share < 1 for share in shares.values())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rows_in_host_memory(model: PreTrainedModel, policy: str) -> None:
+def test_rows_in_host_memory(policy: str) -> None:
+    # in float32: half precision may choose otherwise where two choices are as good
+    model = tiny.build("llama", torch.float32, head_dim=64).cuda()
     here, there = (
         kvfold.Cache(model, policy, offload=offload).prefill(tiny.ids(300, 2), chunk_size=64)
         for offload in (True, False)
@@ -73,9 +75,9 @@ def test_rows_in_host_memory(model: PreTrainedModel, policy: str) -> None:
         assert lane.store.keys.device.type == lane.store.values.device.type == "cpu"
         assert all(tensor.device.type == "cuda" for _, tensor in lane.index.tensors())
     following = tiny.ids(20, 2, seed=3).cuda()
-    torch.testing.assert_close(caches.decode(here, following), caches.decode(there, following), rtol=0.1, atol=0.1)
+    torch.testing.assert_close(caches.decode(here, following), caches.decode(there, following), rtol=2e-4, atol=2e-4)
     stacks = [StackedCache([cache]) for cache in rows_of(here, there)]
     for count in (3, 1):
         ids, every = tiny.ids(count, 1, seed=2).cuda(), torch.ones(1, count, dtype=torch.bool, device="cuda")
-        torch.testing.assert_close(*(stack.feed(ids, every) for stack in stacks), rtol=0.1, atol=0.1)
+        torch.testing.assert_close(*(stack.feed(ids, every) for stack in stacks), rtol=2e-4, atol=2e-4)
     assert here.stats().rows_read == pytest.approx(there.stats().rows_read, rel=0.05)

@@ -192,7 +192,7 @@ BAD = [
     ({"q": torch.zeros(2, 4, 2, 16)}, r"q must be \[batch, q_heads, 1, head_dim\], got \[2, 4, 2, 16\]"),
     ({"keys": torch.zeros(2, 2, 7, 16)}, "keys and values must match q in batch and head_dim and each other in rows"),
     ({"q": torch.zeros(2, 3, 1, 16)}, "q_heads must be a multiple of kv_heads, got 3 and 2"),
-    ({"impl": "fast"}, "impl must be 'auto', 'masked' or 'gathered', got 'fast'"),
+    ({"impl": "fast"}, "impl must be 'auto', 'masked', 'gathered' or 'triton', got 'fast'"),
     ({"expanded": torch.zeros(2, 3, 2).bool()}, "a selection must be bool .* with 2 or 4 heads and 2 clusters"),
     ({"expanded": torch.zeros(2, 2, 2)}, r"a selection must be bool .*, got torch.float32 \[2, 2, 2\]"),
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +9,11 @@ import pytest
 import torch
 
 from kvfold.kernels.clusters.fused import attend_refined
+from tests.helpers.device import waiting_is_an_error
 from tests.kernels.test_clusters_fused import SHAPES, assert_exact, by_tau, case, halfway
 
 pytestmark = pytest.mark.gpu
 PASSED_OVER = 2.0**-12
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -39,6 +29,17 @@ def test_long_runs_of_unequal_length(rule: dict[str, bool]) -> None:
     given = case([[70001, 300], [9000, 33333]], q_per_kv=4, head_dim=128, segment=16, dtype=torch.bfloat16)
     for threshold in (halfway(given, **rule), by_tau(1e9, 2, **rule)):
         assert_exact(given.run("triton", threshold, settings=None), given, threshold, passed_over=PASSED_OVER)
+
+
+@pytest.mark.parametrize("means", ["half", "int8"])
+def test_a_step_repeats_to_the_bit(means: str) -> None:
+    given = case([[20001, 300]], q_per_kv=4, head_dim=128, segment=16, dtype=torch.bfloat16, means=means)
+    rule = halfway(given)
+    found = given.run("triton", rule, settings=None)
+    assert_exact(found, given, rule, passed_over=PASSED_OVER)
+    for _ in range(20):
+        # launches must not race
+        assert torch.equal(given.run("triton", rule, settings=None).output, found.output)
 
 
 def test_many_sequences() -> None:

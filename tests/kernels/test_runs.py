@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kvfold.core.errors import ShapeError, UnsupportedError
 from kvfold.kernels.runs import attend_ragged, attend_runs
+from kvfold.kernels.runs.settings import Settings, settings_for
+from tests.helpers.device import waiting_is_an_error
 from tests.helpers.oracle import attention64
 from tests.laws.test_05_fast_equals_reference import eager_error
 
@@ -116,27 +118,88 @@ def test_hidden_runs_give_nothing(impl: Any) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("splits", [1, 2, 8, 64])
-def test_the_number_of_splits_changes_nothing(splits: int) -> None:
+@pytest.mark.parametrize("is_merged_last", [False, True])
+@pytest.mark.parametrize("splits", [1, 2, 7, 33, 64])
+def test_the_number_of_splits_changes_nothing(splits: int, is_merged_last: bool) -> None:
     from kvfold.kernels.runs import triton as runs_triton
 
+    cut = Settings(splits=splits, tile=64, warps=4, stages=3, is_merged_last=is_merged_last)
     for length in LENGTHS:
         keys, values, starts, lengths = runs([[length, 257 - length]], 64, torch.float32)
         q = queries(1, 6, 1, 64, torch.float32)
-        found = runs_triton.attend(
-            q, keys, values, starts, lengths, most_rows=512, scale=0.125, softcap=None, bias=None, splits=splits
-        )
-        assert_exact(found, q, keys, values, starts, lengths, scale=0.125)
+        given = {"most_rows": 512, "scale": 0.125, "softcap": None, "bias": None, "settings": cut}
+        for _ in range(2):
+            # counters of the first launch serve the second
+            found = runs_triton.attend(q, keys, values, starts, lengths, **given)
+            assert_exact(found, q, keys, values, starts, lengths, scale=0.125)
+
+
+def test_every_program_has_a_place_at_once_or_twice() -> None:
+    shape = {"queries": 4, "head_dim": 128, "value_dim": 128, "itemsize": 2, "device": torch.device("cpu")}
+    for most_rows in (1, 1024, 8192, 32768, 131072, 1 << 20):
+        for held in (1, 8, 32, 256, 5000):
+            cut = settings_for(runs=held, most_rows=most_rows, **shape)
+            assert 1 <= cut.splits <= 64
+            assert cut.splits * held <= 2 * 3 * 132 or cut.splits == 1
+            assert cut.splits == 1 or cut.splits * cut.tile < most_rows
+    assert settings_for(runs=8, most_rows=1024, **shape).is_merged_last
+    assert 40 < settings_for(runs=8, most_rows=32768, **shape).splits < 50
+
+
+@pytest.mark.gpu
+def test_graphs_count_for_themselves() -> None:
+    keys, values, starts, lengths = runs([[257, 900], [15, 63]], 128, torch.bfloat16)
+    q = queries(2, 8, 1, 128, torch.bfloat16)
+    given = {"most_rows": 1024, "scale": 0.1}
+    wanted = attend_runs(q, keys, values, starts, lengths, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [attend_runs(q, keys, values, starts, lengths, **given) for _ in range(3)]
+    for _ in range(50):
+        graph.replay()
+        attend_runs(q, keys, values, starts, lengths, **given)
+    torch.cuda.synchronize()
+    for one in found:
+        assert torch.equal(one.output, wanted.output)
+        assert torch.equal(one.lse, wanted.lse)
 
 
 def test_runs_are_what_the_loop_over_heads_gives() -> None:
     keys, values, starts, lengths = runs([[20, 7], [0, 33]], 64, torch.float32)
     q = queries(2, 6, 1, 64, torch.float32)
     found = attend_runs(q, keys, values, starts, lengths, most_rows=48, scale=0.125, impl="reference")
-    for impl in ["auto", "triton"] if HAS_TRITON else ["auto"]:
+    for impl in ["auto", "reference", "triton"] if HAS_TRITON else ["auto", "reference"]:
         looped = attend_ragged(q, keys, values, starts.tolist(), lengths.tolist(), scale=0.125, impl=impl)
         torch.testing.assert_close(found.output, looped.output)
         torch.testing.assert_close(found.lse, looped.lse)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("q_per_kv", "head_dim"), [(7, 64), (5, 96), (8, 128)])
+def test_runs_whose_places_the_host_knows(dtype: torch.dtype, q_per_kv: int, head_dim: int) -> None:
+    keys, values, starts, lengths = runs([[20, 0], [15, 133]], head_dim, dtype)
+    for q_len in (1, 3):
+        q = queries(2, 2 * q_per_kv, q_len, head_dim, dtype)
+        given = {"scale": head_dim**-0.5}
+        found = attend_ragged(q, keys, values, starts.tolist(), lengths.tolist(), impl="triton", **given)
+        assert_exact(found, q, keys, values, starts, lengths, **given)
+
+
+@pytest.mark.gpu
+def test_all_heads_go_in_one_call_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvfold.kernels.runs import ragged
+
+    keys, values, starts, lengths = runs([[20, 7], [0, 33]], 64, torch.bfloat16)
+    q, places = queries(2, 6, 1, 64, torch.bfloat16), (starts.tolist(), lengths.tolist())
+    wanted = attend_ragged(q, keys, values, *places, scale=0.125, impl="reference")
+    monkeypatch.setattr(ragged, "attend", None)
+    attend_ragged(q, keys, values, *places, scale=0.125)
+    with waiting_is_an_error():
+        found = attend_ragged(q, keys, values, *places, scale=0.125)
+    torch.testing.assert_close(found.output, wanted.output, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.lse, wanted.lse, rtol=1e-3, atol=1e-3)
 
 
 def test_an_empty_pool() -> None:

@@ -22,7 +22,7 @@ _BLOCK_ROWS = 1 << 18
 """Rows summarised in one call, over all heads: bounds what a method needs in between."""
 _READ_WHEN_CHOSEN = ("mean_values", "mean_value_steps", "members")
 """Summaries that are not looked at to choose."""
-_READ_FOR_ROWS = ("mean_keys", "mean_values", "mean_value_steps")
+_READ_FOR_ROWS = ("mean_keys", "mean_key_steps", "mean_values", "mean_value_steps")
 """Summaries that are read in place of rows."""
 
 

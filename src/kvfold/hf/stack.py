@@ -24,6 +24,7 @@ from kvfold.hf.attention import CacheLength, tag
 from kvfold.hf.cache import Cache
 from kvfold.hf.compat import cache_kwarg
 from kvfold.hf.retrieve import ReadShares
+from kvfold.hf.stack_copy import hiding, rows_of, side_by_side
 from kvfold.hf.stack_read import Readers, grouped
 from kvfold.kernels.attention import AttentionOutput, attend, join_sinks, merge
 
@@ -233,23 +234,10 @@ class _StackedLayer(transformers.cache_utils.CacheLayerMixin):
         widths = stores[0].keys.shape[-1], stores[0].values.shape[-1]
         self.row_nbytes = kv_row_nbytes(*widths, stores[0].keys.element_size())
         width = -(-max(store.longest for store in stores) // _ALIGN) * _ALIGN
-        like, heads, device = stores[0].keys, stores[0].kv_heads, stores[0].device
-        shape = (len(stores), heads, width)
-        self.rows_k = like.new_zeros((*shape, like.shape[-1]), device=device)
-        self.rows_v = like.new_zeros((*shape, stores[0].values.shape[-1]), device=device)
-        self.bias = like.new_full(shape, -torch.inf, device=device)
-        for index, store in enumerate(stores):
-            if store.is_uniform:
-                count = store.longest
-                self.rows_k[index, :, :count] = store.dense(store.keys)[0]
-                self.rows_v[index, :, :count] = store.dense(store.values)[0]
-                self.bias[index, :, :count] = 0.0
-                continue
-            for head in range(heads):
-                count = store.lengths[0][head]
-                self.rows_k[index, head, :count] = store.run(store.keys, 0, head)
-                self.rows_v[index, head, :count] = store.run(store.values, 0, head)
-                self.bias[index, head, :count] = 0.0
+        keys, values = rows_of(stores)
+        device = stores[0].device
+        self.rows_k, self.rows_v = side_by_side(keys, width, device), side_by_side(values, width, device)
+        self.bias = hiding([store.lengths[0] for store in stores], width, stores[0].keys.dtype, device)
         self.tail_k: Tensor | None = None
         self.tail_v: Tensor | None = None
         self.valid: Tensor | None = None

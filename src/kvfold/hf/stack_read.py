@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfold.cache.index import ClusterIndex, Widths, same_summaries
 from kvfold.cache.lane import Lane
+from kvfold.cache.rows import RowStore
 from kvfold.core.memory import kv_row_nbytes
 from kvfold.core.retrieve import Retriever, SelectContext
 from kvfold.hf.cache import Cache
+from kvfold.hf.stack_copy import hiding, rows_of, side_by_side
 from kvfold.kernels.attention import AttentionOutput, attend, join_sinks, merge
 from kvfold.kernels.clusters import attend_selected, count_read
 
@@ -128,35 +131,30 @@ class Readers:
             What the layer needs; empty if it reads everything.
         """
         made = cls()
-        behind: list[list[tuple[Tensor, Tensor]]] = []
+        stores: list[RowStore] = []
+        firsts: list[list[int]] = []
         for group in groups:
             if order < group.method.dense_layers:
                 break
-            own = [_index(lane, group.method) for lane in lanes[group.start : group.stop]]
-            made._clusters.append(_padded(group, own, lanes[group.start : group.stop], num_compressed))
-            for index, lane in zip(own, lanes[group.start : group.stop], strict=True):
-                store = lane.store
-                starts = [index.covered(0, head) for head in range(store.kv_heads)]
-                made.members.append(sum(starts) * index.widths.member)
-                behind.append(
-                    [
-                        (store.run(store.keys, 0, head)[at:], store.run(store.values, 0, head)[at:])
-                        for head, at in enumerate(starts)
-                    ]
-                )
+            own = lanes[group.start : group.stop]
+            indexes = _indexes(own, group.method)
+            made._clusters.append(_padded(group, indexes, own, num_compressed))
+            for index, lane in zip(indexes, own, strict=True):
+                stores.append(lane.store)
+                firsts.append([index.covered(0, head) for head in range(lane.store.kv_heads)])
+                made.members.append(sum(firsts[-1]) * index.widths.member)
             made.count = group.stop
-        made.left = [sum(len(k) for k, _ in heads) for heads in behind]
-        most = max((len(k) for heads in behind for k, _ in heads), default=0)
+        counts = [
+            [n - at for n, at in zip(store.lengths[0], starts, strict=True)]
+            for store, starts in zip(stores, firsts, strict=True)
+        ]
+        made.left = [sum(line) for line in counts]
+        most = max((n for line in counts for n in line), default=0)
         if most:
-            keys, values, device = lanes[0].store.keys, lanes[0].store.values, lanes[0].store.device
-            shape = (made.count, len(behind[0]), most)
-            made._left_k = keys.new_zeros((*shape, keys.shape[-1]), device=device)
-            made._left_v = values.new_zeros((*shape, values.shape[-1]), device=device)
-            made._left_bias = keys.new_full(shape, -torch.inf, device=device)
-            for row, heads in enumerate(behind):
-                for head, (k, v) in enumerate(heads):
-                    made._left_k[row, head, : len(k)], made._left_v[row, head, : len(k)] = k, v
-                    made._left_bias[row, head, : len(k)] = 0.0
+            keys, values = rows_of(stores, firsts)
+            device = stores[0].device
+            made._left_k, made._left_v = side_by_side(keys, most, device), side_by_side(values, most, device)
+            made._left_bias = hiding(counts, most, stores[0].keys.dtype, device)
             made._norm = made._left_v.float().norm(dim=-1).amax(-1)
         return made
 
@@ -221,6 +219,7 @@ class Readers:
                     rest_value_norm=norm[own],
                     amount=one.amount,
                     fitted=one.fitted,
+                    certify=False,
                 )
             )
             segments, group = one.group.method.segments, q.shape[1] // keys.shape[1]
@@ -275,15 +274,28 @@ def _index(lane: Lane, method: Retriever) -> ClusterIndex:
     return index
 
 
+def _indexes(lanes: Sequence[Lane], method: Retriever) -> list[ClusterIndex]:
+    """Return an index of all rows of each lane; lanes that share their rows share it, if nothing was fitted to them."""
+    found: list[ClusterIndex] = []
+    known: dict[Any, ClusterIndex] = {}
+    for lane in lanes:
+        store = lane.store
+        rows = store.keys.data_ptr(), store.values.data_ptr(), tuple(store.starts[0]), tuple(store.lengths[0])
+        index = known.get(rows) if not method.query_window else None
+        if index is None:
+            index = known[rows] = _index(lane, method)
+        found.append(index)
+    return found
+
+
 def _padded(group: Group, indexes: list[ClusterIndex], lanes: Sequence[Lane], num_compressed: int) -> _Clusters:
     """Put the clusters of some lanes side by side."""
     views = [index.view() for index in indexes]
     levels, exists = [], []
     for level in range(len(group.method.segments)):
-        there = [view[1][level] for view in views]
-        exists.append(_side_by_side(there))
+        exists.append(_joined([view[1][level] for view in views]))
         names = views[0][0][level]
-        levels.append({name: _side_by_side([view[0][level][name] for view in views]) for name in names})
+        levels.append({name: _joined([view[0][level][name] for view in views]) for name in names})
     amounts = []
     for lane, retriever in zip(lanes, group.retrievers, strict=True):
         store = lane.store
@@ -303,10 +315,10 @@ def _padded(group: Group, indexes: list[ClusterIndex], lanes: Sequence[Lane], nu
     )
 
 
-def _side_by_side(tensors: list[Tensor]) -> Tensor:
-    """Put ``[1, kv_heads, n, ...]`` of several ``n`` into one tensor, with zeros behind."""
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """Put ``[1, kv_heads, n, ...]`` of several ``n`` into one tensor, with zeros behind; one alone is not copied."""
+    first = tensors[0]
+    if all(tensor.data_ptr() == first.data_ptr() and tensor.shape == first.shape for tensor in tensors):
+        return first.expand(len(tensors), *first.shape[1:])
     most = max(tensor.shape[2] for tensor in tensors)
-    joined = tensors[0].new_zeros(len(tensors), tensors[0].shape[1], most, *tensors[0].shape[3:])
-    for row, tensor in enumerate(tensors):
-        joined[row, :, : tensor.shape[2]] = tensor[0]
-    return joined
+    return side_by_side([tensor[0].unbind() for tensor in tensors], most, first.device)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvfold.core.errors import ShapeError, must_be
+from kvfold.core.errors import ShapeError, UnsupportedError, must_be
 from kvfold.core.retrieve import Selection, Summaries
 from kvfold.kernels.attention import AttentionOutput, merge
 from kvfold.kernels.clusters import gathered, masked
-from kvfold.kernels.clusters.layout import log_sizes, rows_of_clusters
+from kvfold.kernels.clusters.chosen import attend_listed, count_listed, on_device, unserved
+from kvfold.kernels.clusters.chosen.api import MOST_QUERIES
+from kvfold.kernels.clusters.layout import log_sizes, means_of, rows_of_clusters
 from kvfold.kernels.clusters.leftover import attend_rows
 
 _COPIED_SHARE = 0.3
 """Of the clusters: a copy of that many rows takes a CPU as long as attention to all (16K rows, head_dim 64)."""
 
-Impl = Literal["auto", "masked", "gathered"]
+Impl = Literal["auto", "masked", "gathered", "triton"]
 
 
 def attend_selected(
@@ -49,17 +51,27 @@ def attend_selected(
         rest: Attention over all that is read anyway.
         scale: Factor on the logits.
         impl: ``masked``: reads all rows in place, in fixed shapes, without a wait for the device; ``gathered``: copies
-            the chosen rows out and reads nothing else; ``auto``: ``gathered`` on a CPU where few rows are chosen.
+            the chosen rows out and reads nothing else; ``triton``: kernels that do neither; ``auto``: the kernels on
+            CUDA where they can, ``gathered`` on a CPU where few rows are chosen, else ``masked``.
 
     Returns:
         Output and log-sum-exp over everything that was read.
 
     Raises:
         ShapeError: If shapes do not fit together.
+        UnsupportedError: If ``impl="triton"`` cannot serve the call.
     """
     _check(q, keys, values, exists, selection)
-    if impl not in ("auto", "masked", "gathered"):
-        raise ShapeError(must_be("impl", "'auto', 'masked' or 'gathered'", impl, "leave it out for the fastest"))
+    if impl not in ("auto", "masked", "gathered", "triton"):
+        rule = "'auto', 'masked', 'gathered' or 'triton'"
+        raise ShapeError(must_be("impl", rule, impl, "leave it out for the fastest"))
+    if impl == "triton" or (impl == "auto" and on_device(q)):
+        why = unserved(q, values, levels, selection)
+        if why is None:
+            clusters: dict[str, Any] = {"segments": segments, "levels": levels, "exists": exists}
+            return attend_listed(q, keys, values, **clusters, selection=selection, rest=rest, scale=scale)
+        if impl == "triton":
+            raise UnsupportedError(f"impl='triton' cannot serve {why}; use impl='masked' or 'auto'")
     if selection.rows is not None:
         rows_alone = attend_rows(
             q,
@@ -92,7 +104,7 @@ def attend_selected(
     for level, exist, segment, chosen in zip(levels, exists, segments, selection.represented, strict=True):
         if "mean_keys" not in level:
             continue
-        means, sizes = (level["mean_keys"], level["mean_values"]), log_sizes(level, segment, q.dtype)
+        means, sizes = means_of(level, q.dtype), log_sizes(level, segment, q.dtype)
         chosen = chosen & _per_head(exist, chosen, group)
         if is_gathered and chosen.shape[1] != kv_heads:
             parts.append(gathered.attend_chosen(q, *means, chosen, scale, sizes))
@@ -123,6 +135,9 @@ def count_read(
         Rows read exactly, means read in place of rows, and summaries looked at; int64, ``[batch, kv_heads]``.
     """
     kv_heads = exists[0].shape[1]
+    if on_device(exists[0]) and q_per_kv <= MOST_QUERIES and len(exists) < 3 and exists[0].numel():
+        found = count_listed(selection, segments=segments, levels=levels, exists=exists, q_per_kv=q_per_kv)
+        return found[0], found[1], _sum_scored(selection, found[0])
 
     def union(chosen: Tensor, exist: Tensor) -> Tensor:
         if chosen.shape[1] != kv_heads:
@@ -137,8 +152,13 @@ def count_read(
     means = torch.zeros_like(rows)
     for chosen, exist in zip(selection.represented, exists, strict=True):
         means = means + union(chosen, exist).sum(-1)
-    scored = torch.stack([count.expand_as(rows) for count in selection.scored]).sum(0)
-    return rows, means, scored
+    return rows, means, _sum_scored(selection, rows)
+
+
+def _sum_scored(selection: Selection, like: Tensor) -> Tensor:
+    """Sum what was looked at over levels."""
+    counts = [count.expand_as(like) for count in selection.scored]
+    return counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
 
 
 def _few(expanded: Tensor) -> bool:

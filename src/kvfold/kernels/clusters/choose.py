@@ -5,12 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.kernels.clusters.estimate import Estimate
+from kvfold.core.retrieve import Summaries
+from kvfold.kernels.clusters.estimate import Estimate, group_queries
 from kvfold.kernels.clusters.logs import log_sum
 from kvfold.kernels.clusters.logs import share as part_of
+from kvfold.kernels.clusters.ranks import holding_mass, page_bounds, rank_largest, ranks_here
 from kvfold.kernels.clusters.risk import error_bound, lost_mass, normaliser, sound_risk, terms
 
 _MARGIN = 1 - 2.0**-8  # what is left is bounded once more after the choice, in another order of summation
+
+
+def bound_pages(queries: Tensor, pages: Summaries, exists: Tensor) -> Tensor:
+    """Rate pages of rows by the largest logit that a key between their ends could have, before scaling.
+
+    Args:
+        queries: One per head, ``[batch, q_heads, head_dim]``.
+        pages: Smallest and largest entries of their keys, ``low_keys`` and ``high_keys``,
+            ``[batch, kv_heads, pages, head_dim]``.
+        exists: Which pages are there, bool, ``[batch, kv_heads, pages]``.
+
+    Returns:
+        The sum over dimensions of the larger of ``q low`` and ``q high``, ``[batch, q_heads, pages]``, float32 or
+        wider; ``-inf`` where there is no page.
+    """
+    if ranks_here(queries) and exists.numel():
+        return page_bounds(queries, pages, exists)
+    grouped = group_queries(queries, exists.shape[1])
+    up, down = grouped.clamp_min(0.0), grouped.clamp_max(0.0)
+    bounds = up @ pages["high_keys"].to(grouped.dtype).mT + down @ pages["low_keys"].to(grouped.dtype).mT
+    return bounds.masked_fill(~exists.unsqueeze(2), -torch.inf).flatten(1, 2)
 
 
 def largest(scores: Tensor, count: Tensor) -> Tensor:
@@ -23,6 +46,8 @@ def largest(scores: Tensor, count: Tensor) -> Tensor:
     Returns:
         Bool, same shape.
     """
+    if ranks_here(scores, whole_rows=True):
+        return rank_largest(scores.float(), count)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     within = torch.arange(scores.shape[-1], device=scores.device).expand_as(order) < count
     return _unsort(within, order) & (scores != -torch.inf)
@@ -38,6 +63,8 @@ def holding(log_mass: Tensor, share: Tensor) -> Tensor:
     Returns:
         Bool, same shape.
     """
+    if ranks_here(log_mass, whole_rows=True):
+        return holding_mass(log_mass.float(), share)
     total = log_sum(log_mass).unsqueeze(-1)
     mass = part_of(log_mass - total.masked_fill(total == -torch.inf, 0.0))
     ordered, order = mass.sort(dim=-1, descending=True, stable=True)

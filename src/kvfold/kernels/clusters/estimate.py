@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from kvfold.core.retrieve import Summaries
-from kvfold.kernels.clusters.layout import log_sizes
+from kvfold.kernels.clusters.layout import log_sizes, mean_keys_of
+from kvfold.kernels.clusters.ranks import estimated, ranks_here
 from kvfold.kernels.clusters.summaries import working_dtype
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 
 
 class Estimate(NamedTuple):
@@ -50,15 +53,17 @@ def log_mass(queries: Tensor, scale: float, summaries: Summaries, segment: int, 
     Args:
         queries: Sorted by KV head, ``[batch, kv_heads, q_per_kv, head_dim]``.
         scale: Factor on the logits.
-        summaries: With ``mean_keys``, and ``sizes`` where they vary.
+        summaries: With ``mean_keys``, their steps if any, and ``sizes`` where they vary.
         segment: Rows of a cluster where they do not.
         exists: Bool, ``[batch, kv_heads, clusters]``.
 
     Returns:
         ``[batch, kv_heads, q_per_kv, clusters]``, ``-inf`` where there is no cluster.
     """
+    if _is_seen_here(queries, summaries, exists):
+        return estimated(queries, scale, summaries, segment, exists, mass_alone=True)[0][0]
     size = log_sizes(summaries, segment, queries.dtype)
-    logits = queries @ summaries["mean_keys"].to(queries.dtype).mT * scale
+    logits = queries @ mean_keys_of(summaries, queries.dtype).mT * scale
     found = logits + (size if isinstance(size, float) else size.unsqueeze(2))
     return found.masked_fill(~exists.unsqueeze(2), -torch.inf)
 
@@ -76,6 +81,9 @@ def estimate(queries: Tensor, scale: float, summaries: Summaries, segment: int, 
     Returns:
         The estimate; room is not there and bounds nothing.
     """
+    if _is_seen_here(queries, summaries, exists):
+        by_query, by_cluster = estimated(queries, scale, summaries, segment, exists, mass_alone=False)
+        return Estimate(*by_query.unbind(), *by_cluster.unbind())
     above, below = _reach(queries, scale, summaries)
     lengths = torch.linalg.vector_norm(queries, dim=-1, keepdim=True)
     room = ~exists.unsqueeze(2)
@@ -99,6 +107,11 @@ def estimate(queries: Tensor, scale: float, summaries: Summaries, segment: int, 
 def join(first: Estimate, second: Estimate) -> Estimate:
     """Put clusters of two levels side by side."""
     return Estimate(*(torch.cat(sides, -1) for sides in zip(first, second, strict=True)))
+
+
+def _is_seen_here(queries: Tensor, summaries: Summaries, exists: Tensor) -> bool:
+    """Whether a kernel estimates; without one, summaries are widened to full tensors."""
+    return ranks_here(queries) and bool(exists.numel()) and summaries["mean_keys"].dtype in _DTYPES
 
 
 def _reach(queries: Tensor, scale: float, summaries: Summaries) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.kernels.clusters.estimate import Estimate
 from kvfold.kernels.clusters.logs import log_sum, share
+from kvfold.kernels.clusters.ranks import ranks_here, risks
 
 _SMALL = 0.1  # below this width the chord's own formula has lost too many digits
 _EVALUATION = 1 + 2.0**-10  # what evaluating a certificate in float32 may lose, with logits up to some hundreds
@@ -50,6 +51,8 @@ def published_risk(found: Estimate, rest_lse: Tensor, *, value_share: Tensor | f
         ``2 p [(growth - 1) / D + tanh * value_share]``, ``[batch, kv_heads, q_per_kv, clusters]``, finite; 0 for a
         cluster that is not there.
     """
+    if _is_rated_here(found, None, value_share):
+        return _rated(found, rest_lse, None, value_share, is_sound=False)
     return _risk(found, log_growth(found.above, found.below), rest_lse, None, value_share)
 
 
@@ -67,6 +70,8 @@ def sound_risk(
     Returns:
         As :func:`published_risk`.
     """
+    if _is_rated_here(found, represented, value_share):
+        return _rated(found, rest_lse, represented, value_share, is_sound=True)
     return _risk(found, _growth(found), rest_lse, represented, value_share)
 
 
@@ -142,3 +147,28 @@ def _risk(
     mass = share(found.log_mass + log_excess(growth) - largest)
     tilt = torch.tanh((found.above + found.below) / 4) * value_share
     return 2 * (mass + share(found.log_mass - total) * tilt)
+
+
+def _is_rated_here(found: Estimate, represented: Tensor | None, value_share: Tensor | float) -> bool:
+    """Whether a kernel rates risks."""
+    one_head = (*found.log_mass.shape[:2], 1, found.log_mass.shape[3])
+    shaped = all(
+        part is None
+        or (isinstance(part, float) and part == 1.0)
+        or (isinstance(part, Tensor) and part.shape == one_head)
+        for part in (represented, value_share)
+    )
+    return shaped and ranks_here(found.log_mass) and found.log_mass.dtype == torch.float32
+
+
+def _rated(
+    found: Estimate, rest_lse: Tensor, represented: Tensor | None, value_share: Tensor | float, *, is_sound: bool
+) -> Tensor:
+    return risks(
+        found.log_mass,
+        (found.above, found.below),
+        found.key_shift if is_sound else None,
+        rest_lse,
+        represented,
+        value_share if isinstance(value_share, Tensor) else None,
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.kernels.attention import AttentionOutput, attend
 from kvfold.kernels.attention.api import Impl
-from kvfold.kernels.runs.api import attend_runs
+from kvfold.kernels.runs.api import attend_runs, unserved
 
 
 def attend_ragged(
@@ -33,12 +33,14 @@ def attend_ragged(
         lengths: Rows of each (batch, KV head), may be 0.
         scale: Factor on the logits.
         softcap: As in :func:`kvfold.kernels.attention.attend`.
-        impl: As there, head by head; or ``triton``: one launch for all heads.
+        impl: ``reference`` or ``flash``: as there, head by head; ``triton``: the kernel of
+            :func:`kvfold.kernels.runs.attend_runs`, for all heads at once; ``auto``: the kernel on CUDA where it can.
 
     Returns:
         Output and log-sum-exp.
     """
-    if impl == "triton":
+    is_served = impl == "auto" and q.device.type == "cuda" and unserved(q, len(starts[0])) is None
+    if impl == "triton" or is_served:
         placed = torch.tensor([starts, lengths])
         # pinned, so that the copy does not make the host wait for the device
         placed = placed.pin_memory().to(q.device, non_blocking=True) if q.device.type == "cuda" else placed

@@ -1,6 +1,7 @@
 """Triton: few queries per sequence over runs of rows of different lengths, split over the rows (flash decoding).
 
 One program reads one split of one run for all query heads of its KV head at once, so that every row is read once.
+Where parts are few, the program of a run that comes last merges them; else a second launch does.
 Lengths stay on the device: the launch depends on shapes alone, and a captured graph stays right while runs grow.
 """
 
@@ -12,12 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.kernels.attention.types import AttentionOutput
-
-TILE_ROWS = 64
-"""Rows read in one step of the loop."""
-_PROGRAMS = 528
-"""Programs that keep a large device busy: four per multiprocessor of an H200."""
-_MOST_SPLITS = 64
+from kvfold.kernels.runs.arrivals import arrivals
+from kvfold.kernels.runs.settings import Settings, settings_for
 
 
 @triton.jit
@@ -30,6 +27,9 @@ def _attend_split(
     lengths,
     output,
     lse,
+    merged,
+    merged_lse,
+    counters,
     scale,
     softcap,
     queries,
@@ -40,6 +40,9 @@ def _attend_split(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
     TILE_V: tl.constexpr,
+    TILE_G: tl.constexpr,
+    TILE_S: tl.constexpr,
+    MERGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -114,6 +117,37 @@ def _attend_split(
         mask=real_q[:, None] & (at_v < VALUE_DIM)[None, :],
     )
     tl.store(lse + place, tl.where(seen, largest + tl.log(tl.where(seen, total, 1.0)), float("-inf")), mask=real_q)
+    if MERGES:
+        # all threads have stored before one of them says so
+        tl.debug_barrier()
+        if tl.atomic_add(counters + run, 1, sem="acq_rel") == splits - 1:
+            tl.store(counters + run, 0)
+            at_s = tl.arange(0, TILE_S)
+            at_g = tl.arange(0, TILE_G)
+            known = (at_s < splits)[:, None] & (at_g < queries)[None, :]
+            slot = (run * splits + at_s[:, None]) * queries + at_g[None, :]
+            # from the cache that all multiprocessors share
+            lses = tl.load(lse + slot, mask=known, other=float("-inf"), cache_modifier=".cg")
+            highest = tl.max(lses, 0)
+            shares = tl.exp(lses - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
+            whole = tl.sum(shares, 0)
+            each = tl.load(
+                output + slot[:, :, None] * VALUE_DIM + at_v[None, None, :],
+                mask=known[:, :, None] & (at_v < VALUE_DIM)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            sound = tl.where(whole > 0.0, whole, 1.0)
+            joined = tl.sum(each * shares[:, :, None], 0) / sound[:, None]
+            own = run * queries + at_g
+            tl.store(
+                merged + own[:, None] * VALUE_DIM + at_v[None, :],
+                joined.to(merged.dtype.element_ty),
+                mask=(at_g < queries)[:, None] & (at_v < VALUE_DIM)[None, :],
+            )
+            tl.store(
+                merged_lse + own, tl.where(whole > 0.0, highest + tl.log(sound), float("-inf")), mask=at_g < queries
+            )
 
 
 @triton.jit
@@ -149,20 +183,6 @@ def _merge_splits(
     tl.store(lse + run * queries + query, tl.where(seen, largest + tl.log(tl.where(seen, total, 1.0)), float("-inf")))
 
 
-def splits_for(runs: int, most_rows: int) -> int:
-    """Say into how many parts each run is cut: as many as keep the device busy, none shorter than two tiles.
-
-    Args:
-        runs: Sequences times KV heads.
-        most_rows: Most rows that a run can hold.
-
-    Returns:
-        A power of 2, at most 64.
-    """
-    wanted = min(-(-_PROGRAMS // max(1, runs)), -(-most_rows // (2 * TILE_ROWS)), _MOST_SPLITS)
-    return triton.next_power_of_2(max(1, wanted))
-
-
 def attend(
     q: Tensor,
     keys: Tensor,
@@ -174,7 +194,7 @@ def attend(
     scale: float,
     softcap: float | None,
     bias: Tensor | None,
-    splits: int | None = None,
+    settings: Settings | None = None,
 ) -> AttentionOutput:
     """Compute :func:`kvfold.kernels.runs.attend_runs`.
 
@@ -188,7 +208,7 @@ def attend(
         scale: As there.
         softcap: As there.
         bias: As there.
-        splits: Parts of each run; chosen from the shapes if left out.
+        settings: How the work is cut; chosen from the shapes if left out.
 
     Returns:
         Output and log-sum-exp.
@@ -196,7 +216,16 @@ def attend(
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, value_dim = starts.shape[1], values.shape[-1]
     runs, queries = batch * kv_heads, q_heads // kv_heads * q_len
-    splits = splits_for(runs, most_rows) if splits is None else splits
+    cut = settings or settings_for(
+        runs=runs,
+        most_rows=most_rows,
+        queries=queries,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        itemsize=q.element_size(),
+        device=q.device,
+    )
+    splits, merges = cut.splits, cut.is_merged_last and cut.splits > 1
     output = q.new_empty(batch, q_heads, q_len, value_dim)
     lse = torch.empty(batch, q_heads, q_len, dtype=torch.float32, device=q.device)
     parts = output if splits == 1 else q.new_empty(runs, splits, queries, value_dim, dtype=torch.float32)
@@ -211,6 +240,9 @@ def attend(
         lengths,
         parts,
         part_lse,
+        output,
+        lse,
+        arrivals(runs, q.device) if merges else lengths,
         scale,
         0.0 if softcap is None else softcap,
         queries,
@@ -218,19 +250,23 @@ def attend(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         TILE_Q=max(16, triton.next_power_of_2(queries)),
-        TILE_N=TILE_ROWS if max(head_dim, value_dim) <= 128 else TILE_ROWS // 2,
+        TILE_N=cut.tile,
         TILE_D=triton.next_power_of_2(head_dim),
         TILE_V=tile_v,
+        TILE_G=triton.next_power_of_2(queries) if merges else 1,
+        TILE_S=triton.next_power_of_2(splits) if merges else 1,
+        MERGES=merges,
         HAS_BIAS=bias is not None,
         HAS_CAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         # the interpreter multiplies the bit patterns of bfloat16
         WIDEN=triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,
-        num_warps=4,
-        num_stages=3,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
     )
-    if splits > 1:
+    if splits > 1 and not merges:
+        tile_s = triton.next_power_of_2(splits)
         _merge_splits[(runs, queries)](
-            parts, part_lse, output, lse, queries, splits, VALUE_DIM=value_dim, TILE_S=splits, TILE_V=tile_v
+            parts, part_lse, output, lse, queries, splits, VALUE_DIM=value_dim, TILE_S=tile_s, TILE_V=tile_v
         )
     return AttentionOutput(output, lse)

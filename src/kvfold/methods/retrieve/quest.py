@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.core.budget import Budget
 from kvfold.core.retrieve import NOTHING_FITTED, Fitted, Retriever, SelectContext, Selection
-from kvfold.kernels.clusters import group_queries, largest
+from kvfold.kernels.clusters import bound_pages, largest
 from kvfold.methods.parameters import check_whole
 from kvfold.methods.retrieve.budget import check_read, rows_to_read
 
@@ -67,11 +67,8 @@ class Quest(Retriever):
 
     def select(self, ctx: SelectContext) -> Selection:
         """Read the pages with the largest bounds."""
-        exists, pages = ctx.exists[0], ctx.levels[0]
-        queries = group_queries(ctx.queries, exists.shape[1])
-        up, down = queries.clamp_min(0.0), queries.clamp_max(0.0)
-        bounds = up @ pages["high_keys"].to(queries.dtype).mT + down @ pages["low_keys"].to(queries.dtype).mT
-        bounds = bounds.masked_fill(~exists.unsqueeze(2), -torch.inf).flatten(1, 2)
+        exists = ctx.exists[0]
+        bounds = bound_pages(ctx.queries, ctx.levels[0], exists)
         count = torch.floor(ctx.amount / self.page).clamp_min(_LEAST_PAGES)
         expanded = largest(bounds, count.view(-1, 1, 1))
         return Selection(

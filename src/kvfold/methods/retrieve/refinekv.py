@@ -37,7 +37,7 @@ class RefineKV(Retriever):
         always does, allows for means that were rounded, and holds; it is loose: on keys of models it is often no
         less than twice the longest value, and sound and epsilon read nearly all. A budget (read) counts rows read
         exactly; means and the newest rows, which are in no cluster yet, come on top. epsilon, read, fanout,
-        value_bound and precision are not of the source. Attention sinks of a model count as mass with values of
+        value_bound, precision and means are not of the source. Attention sinks of a model count as mass with values of
         zero.
 
     Attributes:
@@ -45,6 +45,8 @@ class RefineKV(Retriever):
         summary: What bounds the spread of a cluster's keys: ``box`` (default), ``radius`` (1 number, looser) or
             ``minmax`` (2 numbers per dimension).
         precision: Of the numbers of box and minmax: ``int8`` (default, a byte each) or ``half``; rounded up.
+        means: Mean keys and values in the type of the rows (``half``, default), or as ``int8``: a byte per number and a
+            step per mean, half as much to read; the bounds know what rounding loses.
         tau: Read a cluster where its risk is larger; at least 0, where 0 reads everything. 0.01 where neither epsilon
             nor read is given.
         tau_mode: Whether tau and epsilon are multiples of the longest value of the KV head (``relative``, default) or
@@ -65,6 +67,7 @@ class RefineKV(Retriever):
     cluster: int = 16
     summary: Literal["box", "radius", "minmax"] = "box"
     precision: Literal["int8", "half"] = "int8"
+    means: Literal["half", "int8"] = "half"
     tau: float | None = None
     tau_mode: Literal["relative", "absolute"] = "relative"
     gqa: Literal["any", "mean"] = "any"
@@ -81,6 +84,7 @@ class RefineKV(Retriever):
             check_whole("fanout", self.fanout, 2, "give e.g. 16", most=256)
         check_choice("summary", self.summary, ("box", "radius", "minmax"), "leave it out for box")
         check_choice("precision", self.precision, ("int8", "half"), "leave it out for int8")
+        check_choice("means", self.means, ("half", "int8"), "leave it out for half")
         check_choice("tau_mode", self.tau_mode, ("relative", "absolute"), "leave it out for relative")
         check_choice("gqa", self.gqa, ("any", "mean"), "leave it out for any")
         check_choice("selection", self.selection, ("paper", "sound"), "leave it out for paper")
@@ -134,6 +138,7 @@ class RefineKV(Retriever):
             form=self.summary,
             precision=self.precision,
             value_radius=self.value_bound == "radius",
+            means=self.means,
         )
 
     def select(self, ctx: SelectContext) -> Selection:

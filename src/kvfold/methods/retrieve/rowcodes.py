@@ -11,8 +11,7 @@ from kvfold.core.budget import Budget
 from kvfold.core.errors import ConfigError, must_be
 from kvfold.core.retrieve import NOTHING_FITTED, Fitted, Retriever, SelectContext, Selection
 from kvfold.core.types import Need
-from kvfold.kernels.clusters import group_queries
-from kvfold.kernels.codes import choose_rows, estimate_rows, fit_frame, left_over, row_risk, summarise_codes
+from kvfold.kernels.codes import choose_by_code, fit_frame, summarise_codes
 from kvfold.methods.parameters import check_real, check_whole
 from kvfold.methods.retrieve.budget import check_read, rows_to_read
 
@@ -108,18 +107,15 @@ class RowCodes(Retriever):
 
     def select(self, ctx: SelectContext) -> Selection:
         """Read rows by risk; what is left of a cluster stands for itself at the mass that its codes say."""
-        exists, size = ctx.exists[0], self.cluster
-        queries = group_queries(ctx.queries, exists.shape[1])
-        found = estimate_rows(queries, ctx.scale, ctx.levels[0], ctx.fitted, exists)
-        risk = row_risk(found, ctx.rest_lse.to(queries.dtype).view(queries.shape[:3])).amax(2)
-        amount = ctx.amount.to(risk.dtype).view(-1, 1, 1)
-        limit = {"count" if self.knob == "read" else "above": amount}
-        rows = choose_rows(risk, exists.repeat_interleave(size, -1), self.group, **limit)
-        whole = rows.view(*exists.shape, size).all(-1)
+        exists = ctx.exists[0]
+        limit = {"count" if self.knob == "read" else "above": ctx.amount}
+        chosen = choose_by_code(
+            ctx.queries, ctx.scale, ctx.levels[0], ctx.fitted, exists, ctx.rest_lse, self.group, **limit
+        )
         return Selection(
-            expanded=exists & whole,
-            represented=(exists & ~whole,),
+            expanded=chosen.whole,
+            represented=(chosen.stands,),
             scored=(exists.sum(-1),),
-            rows=rows,
-            left=left_over(found.logits, rows, size).flatten(1, 2).float(),
+            rows=chosen.rows,
+            left=chosen.left,
         )

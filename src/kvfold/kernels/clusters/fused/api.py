@@ -39,7 +39,7 @@ def attend_refined(
 
     Args:
         q: One query per head, ``[batch, q_heads, 1, head_dim]``.
-        held: Rows and summaries; ``q``, rows and means share one dtype.
+        held: Rows and summaries; ``q``, rows and means share one dtype, but for means in int8.
         rule: What is read.
         scale: Factor on the logits, positive.
         new: Key and value of the newest row of each run, ``[batch, kv_heads, 1, dim]``, written to its place first;
@@ -111,7 +111,8 @@ def _check(q: Tensor, held: Clustered, new: tuple[Tensor, Tensor] | None) -> Non
     if runs[1] == 0 or q.shape[1] % runs[1]:
         raise ShapeError(f"q_heads must be a multiple of kv_heads, got {q.shape[1]} and {runs[1]}")
     means = held.summaries["mean_keys"], held.summaries["mean_values"]
-    dtypes = {q.dtype, keys.dtype, values.dtype, means[0].dtype, means[1].dtype}
+    # whole numbers come with steps
+    dtypes = {q.dtype, keys.dtype, values.dtype, *(mean.dtype for mean in means if mean.dtype != torch.int8)}
     if len(dtypes) > 1:
         raise ShapeError(f"q, rows and means must share one dtype, got {sorted(map(str, dtypes))}")
     if any(mean.shape[:2] != runs for mean in means):

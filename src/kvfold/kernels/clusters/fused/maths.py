@@ -65,11 +65,27 @@ def clusters_of(lengths, fits, run, KV_HEADS: tl.constexpr, SEGMENT: tl.constexp
 
 
 @triton.jit
-def weigh(logits, largest, total):
-    """Take logits ``[queries, entries]`` up: weights, what earlier sums fade by, and the new maximum and total."""
-    now = tl.maximum(largest, tl.max(logits, 1))
+def piece_of(count, pieces, TILE: tl.constexpr):
+    """How many clusters a program of a run takes: whole tiles, as equal as these allow."""
+    return tl.cdiv(tl.cdiv(count, pieces), TILE) * TILE
+
+
+@triton.jit
+def take(
+    key, value, query, real, scale, top, total, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr
+):  # fmt: skip
+    """Take rows up, ``[rows, head_dim]`` and ``[value_dim, rows]``; queries and sums are ``[.., queries]``."""
+    if WIDEN:
+        key = key.to(tl.float32)
+    logits = tl.where(real[:, None], tl.dot(key, query, input_precision=PRECISION) * scale, float("-inf"))
+    now = tl.maximum(top, tl.max(logits, 0))
     # a query all of whose rows so far are at minus infinity has no finite maximum to subtract
     safe = finite(now)
-    weights = tl.exp(logits - safe[:, None])
-    fade = tl.exp(largest - safe)
-    return weights, fade, now, total * fade + tl.sum(weights, 1)
+    weights = tl.exp(logits - safe[None, :])
+    fade = tl.exp(top - safe)
+    rounded = weights.to(value.dtype)
+    if WIDEN:
+        rounded = rounded.to(tl.float32)
+        value = value.to(tl.float32)
+    sums = sums * fade[None, :] + tl.dot(value, rounded, input_precision=PRECISION)
+    return now, total * fade + tl.sum(weights, 0), sums

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK = 64
-"""Clusters whose mean values are read, or passed over, together."""
 PASSED_OVER = 2.0**-13
-"""Share of the estimated mass that blocks which are passed over may hold together; see the module ``choose``."""
-_MOST_TILES = 64
-_LEAST_TILE = 256
+"""Share of the estimated mass that tiles which are passed over may hold together; see the module ``choose``."""
+CHUNK = 64
+"""Chosen clusters whose places a program looks up at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +24,15 @@ class Settings:
         score_stages: Tiles of its loop that are in flight.
         tail_splits: Programs per run that read the tail.
         tail_tile: Rows of one step of their loop.
-        choose_tile: Clusters that one program chooses among; a multiple of ``BLOCK``.
+        pieces: Programs per run that choose clusters and attend to the means of the others.
+        choose_tile: Clusters of one step of their loop, whose mean values are read or passed over together.
         choose_warps: Warps of such a program.
-        programs: Programs that read what was chosen, over all runs.
+        passed_over: Share of the estimated mass that tiles of mean values which are not read may hold together.
+        programs: Programs that read the rows of what was chosen, over all runs.
         attend_tile: Rows of one step of their loop.
         attend_warps: Warps of such a program.
-        attend_stages: Tiles of its loops that are in flight.
+        attend_stages: Tiles of its loop that are in flight.
         attend_registers: Most registers of its threads, so that several programs fit; ``None`` for no limit.
-        passed_over: Share of the estimated mass that blocks of mean values which are not read may hold together.
     """
 
     score_splits: int
@@ -42,14 +41,15 @@ class Settings:
     score_stages: int
     tail_splits: int
     tail_tile: int
+    pieces: int
     choose_tile: int
     choose_warps: int
+    passed_over: float
     programs: int
     attend_tile: int
     attend_warps: int
     attend_stages: int
     attend_registers: int | None = None
-    passed_over: float = PASSED_OVER
 
 
 def settings_for(
@@ -71,25 +71,32 @@ def settings_for(
     """
     cores = multiprocessors(device)
     wide = max(head_dim, value_dim) * itemsize > 256
-    # three programs fit a multiprocessor of an H200 at these tiles; all of them should run at once
-    fitting = 3 * cores
-    score_tile = 32 if wide or runs * room < 64 * fitting else 64
+    tile = 32 if wide else 64
+    # measured on an H200 with rows of 256 bytes in half precision; float32 takes more registers
+    half = itemsize == 2 and not wide
+    # programs per multiprocessor; those that fit run at once
+    scoring, choosing, reading = (4, 4, 4) if half else (2, 2, 2) if wide else (3, 4, 3)
     tail_tile = min(64, max(16, _power(tail_rows)))
-    tail_splits = _power(min(64, max(1, min(-(-fitting // runs), -(-tail_rows // (2 * tail_tile))))))
+    tail_splits = _power(min(64, max(1, min(-(-scoring * cores // runs), -(-tail_rows // (2 * tail_tile))))))
+    most = -(-room // tile)
+    # a short tail is done long before the scores are: its program needs no place of its own
+    scorers = scoring * cores // runs - tail_splits + (1 if half else 0)
     return Settings(
-        score_splits=max(1, min(64, fitting // runs - tail_splits, -(-room // score_tile))),
-        score_tile=score_tile,
+        score_splits=max(1, min(64, scorers, most)),
+        score_tile=tile,
         score_warps=4,
         score_stages=2 if wide else 3,
         tail_splits=tail_splits,
         tail_tile=tail_tile,
-        choose_tile=max(_LEAST_TILE, _power(-(-room // _MOST_TILES))),
+        pieces=max(1, min(64, choosing * cores // runs, most)),
+        choose_tile=tile,
         choose_warps=4,
-        programs=2 * cores if wide else fitting,
-        attend_tile=32 if wide else 64,
+        passed_over=PASSED_OVER,
+        programs=reading * cores,
+        attend_tile=32 if half else tile,
         attend_warps=4,
-        attend_stages=2 if wide else 3,
-        attend_registers=None if wide else 168,
+        # with two there would be one tile, on its way or at work
+        attend_stages=3,
     )
 
 

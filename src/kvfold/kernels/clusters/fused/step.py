@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from kvfold.kernels.clusters.fused import choose, read, score
-from kvfold.kernels.clusters.fused.settings import BLOCK, Settings, settings_for
+from kvfold.kernels.clusters.fused import choose, merge, read, score
+from kvfold.kernels.clusters.fused.settings import CHUNK, Settings, settings_for
 from kvfold.kernels.clusters.fused.types import Clustered, Refined, Threshold
+
+_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class Launches:
@@ -21,7 +24,8 @@ class Launches:
         output: ``[batch, q_heads, 1, value_dim]``.
         lse: ``[batch, q_heads, 1]``.
         expanded: ``[batch, kv_heads]``.
-        totals: Clusters that are read, and blocks of mean values that matter, int32, ``[batch * kv_heads, 2]``.
+        counts: Per run and piece, how many clusters are read, and how many tiles of mean values matter, int32,
+            ``[2, batch * kv_heads, pieces]``.
     """
 
     def __init__(
@@ -53,8 +57,7 @@ class Launches:
             itemsize=q.element_size(),
             device=q.device,
         )
-        self.tiles = max(1, -(-room // cut.choose_tile))
-        runs, group, padded = self.runs, self.group, self.tiles * cut.choose_tile
+        runs, group = self.runs, self.group
 
         def floats(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -62,14 +65,13 @@ class Launches:
         def whole(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=q.device)
 
-        self.log_mass, self.deviation = floats(runs, group, room), floats(runs, group, room)
+        self.log_mass, self.deviation = floats(runs, room, group), floats(runs, room, group)
         self.part_lse = floats(2, runs, cut.score_splits, group)
-        self.tail_output = floats(runs, cut.tail_splits, group, value_dim)
-        self.tail_lse = floats(runs, cut.tail_splits, group)
         self.longest = floats(runs, cut.score_splits + cut.tail_splits)
-        self.chosen, self.flat_chosen = whole(runs, padded), whole(runs, padded)
-        self.blocks, self.flat_blocks = whole(runs, padded // BLOCK), whole(runs, padded // BLOCK)
-        self.counts, self.totals = whole(runs, self.tiles, 2), whole(runs, 2)
+        # parts that every step has: of mean values by piece, then of the tail
+        self.fixed = floats(runs, cut.pieces + cut.tail_splits, group, value_dim)
+        self.fixed_lse = floats(runs, cut.pieces + cut.tail_splits, group)
+        self.chosen, self.counts = whole(runs, room), whole(2, runs, cut.pieces)
         self.parts = floats(cut.programs + runs, group, value_dim)
         self.parts_lse = floats(cut.programs + runs, group)
         self.output = q.new_empty(batch, q_heads, 1, value_dim)
@@ -77,14 +79,17 @@ class Launches:
         self.expanded = whole(batch, kv_heads)
         self._sizes: dict[str, Any] = {"GROUP": group, "KV_HEADS": kv_heads, "SEGMENT": held.segment}
         self._dims: dict[str, Any] = {
-            "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
-            "TILE_Q": max(16, triton.next_power_of_2(group)),
-            "TILE_D": triton.next_power_of_2(head_dim),
+            "TILE_Q": max(8, triton.next_power_of_2(group)),
             "TILE_V": triton.next_power_of_2(value_dim),
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
             # the interpreter multiplies the bit patterns of bfloat16
             "WIDEN": triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,
+        }
+        self._keys: dict[str, Any] = {"HEAD_DIM": head_dim, "TILE_D": triton.next_power_of_2(head_dim)}
+        self._counts: dict[str, Any] = {
+            "TILE_R": triton.next_power_of_2(runs),
+            "TILE_P": triton.next_power_of_2(cut.pieces),
         }
 
     def score(self) -> None:
@@ -99,6 +104,7 @@ class Launches:
             held.keys,
             held.values,
             kept["mean_keys"],
+            kept.get("mean_key_steps", self.part_lse),
             reach,
             kept.get("reach_step", reach),
             kept["value_norm"],
@@ -108,96 +114,96 @@ class Launches:
             self.log_mass,
             self.deviation,
             self.part_lse,
-            self.tail_output,
-            self.tail_lse,
+            self.fixed,
+            self.fixed_lse,
             self.longest,
-            self.totals,
             self.scale,
             math.log(held.segment),
             self.room,
             cut.score_splits,
             cut.tail_splits,
+            cut.pieces,
             TILE_C=cut.score_tile,
             TILE_N=cut.tail_tile,
             FORM=form,
+            HAS_STEPS="mean_key_steps" in kept,
             APPENDS=self.new is not None,
             KNOWS_LONGEST=self._knows_longest,
             **self._sizes,
             **self._dims,
+            **self._keys,
             num_warps=cut.score_warps,
             num_stages=cut.score_stages,
         )
 
     def choose(self) -> None:
-        """Choose clusters by risk, and blocks of mean values by mass."""
+        """Choose clusters by risk, and attend to the mean values of the others."""
         held, cut, rule, kept = self.held, self.cut, self.rule, self.held.summaries
-        choose.choose[(self.runs, self.tiles)](
+        choose.choose[(self.runs, cut.pieces)](
+            kept["mean_values"],
+            kept.get("mean_value_steps", self.part_lse),
             self.log_mass,
             self.deviation,
             kept["value_norm"],
             kept.get("value_radius", kept["value_norm"]),
             self.part_lse,
-            self.tail_lse,
-            self.tail_lse if self.sinks is None else self.sinks,
+            self.part_lse if self.sinks is None else self.sinks,
             self.longest,
             held.lengths,
             held.fits,
             rule.amounts,
             self.chosen,
-            self.blocks,
             self.counts,
-            self.totals,
+            self.fixed,
+            self.fixed_lse,
             self.room,
             cut.score_splits,
             cut.tail_splits,
             cut.passed_over,
-            BLOCK=BLOCK,
             TILE=cut.choose_tile,
-            TILE_G=triton.next_power_of_2(self.group),
             TILE_H=triton.next_power_of_2(held.starts.shape[1]),
             TILE_S=triton.next_power_of_2(cut.score_splits),
             TILE_T=triton.next_power_of_2(cut.tail_splits),
             TILE_L=triton.next_power_of_2(cut.score_splits + cut.tail_splits),
+            DTYPE=_DTYPES[self.q.dtype],
+            HAS_STEPS="mean_value_steps" in kept,
             HAS_SINKS=self.sinks is not None,
             BY_ROWS=rule.by_rows,
             MEAN=rule.mean,
             ABSOLUTE=rule.absolute,
             HAS_RADIUS=rule.value_radius,
             **self._sizes,
+            **self._dims,
             num_warps=cut.choose_warps,
+            # marks are loaded ahead by hand, mean values not until it is known that they matter
+            num_stages=1,
         )
 
     def attend(self) -> None:
-        """Attend to mean values and to rows of clusters."""
+        """Attend to rows of clusters."""
         held, cut = self.held, self.cut
         read.attend[(cut.programs,)](
             self.q,
             held.keys,
             held.values,
-            held.summaries["mean_values"],
             held.starts,
             held.lengths,
             held.fits,
-            self.log_mass,
             self.chosen,
-            self.blocks,
             self.counts,
-            self.totals,
-            self.flat_chosen,
-            self.flat_blocks,
             self.parts,
             self.parts_lse,
             self.scale,
             self.room,
-            self.tiles,
+            cut.pieces,
             self.runs,
-            BLOCK=BLOCK,
-            TILE=cut.choose_tile,
-            TILE_R=triton.next_power_of_2(self.runs),
-            TILE_T=triton.next_power_of_2(self.tiles),
+            TILE_C=cut.choose_tile,
+            TILE_K=CHUNK,
             TILE_N=cut.attend_tile,
             **self._sizes,
             **self._dims,
+            **self._keys,
+            **self._counts,
             num_warps=cut.attend_warps,
             num_stages=cut.attend_stages,
             maxnreg=cut.attend_registers,
@@ -206,33 +212,41 @@ class Launches:
     def merge(self) -> None:
         """Join all parts, and count what was read."""
         held, cut = self.held, self.cut
-        read.merge[(self.runs, self.group)](
+        merge.merge[(self.runs, self.group)](
             self.parts,
             self.parts_lse,
-            self.tail_output,
-            self.tail_lse,
-            self.tail_lse if self.sinks is None else self.sinks,
+            self.fixed,
+            self.fixed_lse,
+            self.fixed_lse if self.sinks is None else self.sinks,
             held.lengths,
             held.fits,
             held.fits if self.alive is None else self.alive,
-            self.totals,
+            self.counts,
             self.output,
             self.lse,
             self.expanded,
-            self.totals if self.read is None else self.read,
+            self.expanded if self.read is None else self.read,
             cut.programs,
+            cut.pieces,
             cut.tail_splits,
             VALUE_DIM=held.values.shape[1],
-            TILE_R=triton.next_power_of_2(self.runs),
-            TILE_N=cut.attend_tile,
-            TILE_S=32,
+            TILE_S=min(128, 16384 // triton.next_power_of_2(held.values.shape[1])),
             TILE_V=triton.next_power_of_2(held.values.shape[1]),
             HAS_SINKS=self.sinks is not None,
             COUNTS=self.read is not None,
             HAS_ALIVE=self.alive is not None,
             **self._sizes,
-            num_warps=4,
+            **self._counts,
+            num_warps=8,
         )
+
+    def run(self) -> Refined:
+        """Do all of it."""
+        self.score()
+        self.choose()
+        self.attend()
+        self.merge()
+        return Refined(self.output, self.lse, self.expanded)
 
     @property
     def _knows_longest(self) -> bool:
@@ -252,9 +266,5 @@ def attend(
     settings: Settings | None,
 ) -> Refined:
     """Compute :func:`kvfold.kernels.clusters.fused.attend_refined` by the kernels."""
-    step = Launches(q, held, rule, scale=scale, new=new, sinks=sinks, read=read, alive=alive, settings=settings)
-    step.score()
-    step.choose()
-    step.attend()
-    step.merge()
-    return Refined(step.output, step.lse, step.expanded)
+    given: dict[str, Any] = {"scale": scale, "new": new, "sinks": sinks, "read": read, "alive": alive}
+    return Launches(q, held, rule, settings=settings, **given).run()
