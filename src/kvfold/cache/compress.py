@@ -102,9 +102,8 @@ def plan(
     evictor, allocator = policy.evictor, policy.allocator
     if evictor is None or allocator is None or spec.order is None or not store.total_rows:
         return None
-    mean = policy.keep_tokens(seen, row_nbytes(store, spec), slack_rows=PAGE - 1)
-    keep = allocator.layer_tokens(mean, seen, spec.order, spec.num_compressed, policy.protected_tokens)
-    keep = max(keep, min(seen, policy.protected_tokens), 1)
+    nbytes = row_nbytes(store, spec)
+    keep = policy.layer_tokens(seen, nbytes, spec.order, spec.num_compressed, slack_rows=PAGE - 1)
     if all(keep * store.kv_heads >= sum(row) for row in store.lengths):
         return None
     key = (spec.layer_idx, lane, repr(evictor), keep if evictor.reads_keep else None)
