@@ -25,11 +25,13 @@ from kvfold.eval.stats import Difference, compare
 Cell = tuple[str, str, int]
 """Model, task, length."""
 Scores = dict[str, dict[int, tuple[float, float]]]
-"""By policy and sample: score, and bytes held as a share of dense."""
+"""By policy and sample: score, and bytes held as a share of dense; where some read by query, rows read as a share."""
 
 SHORT = {"niah_multikey": "MK", "niah_multivalue": "MV", "niah_multiquery": "MQ", "niah_single": "S", "qa": "QA"}
 KEEP = (0.5, 0.25, 0.1)
 LONG = 65536
+READ = "-read"
+"""How folders of reading by query end; see scripts/evidence.py."""
 UNPROTECTED = ", sink_tokens=0, recent_tokens=0"
 
 
@@ -53,11 +55,14 @@ def read(folder: Path) -> dict[Cell, Scores]:
     cells: dict[Cell, Scores] = defaultdict(lambda: defaultdict(dict))
     for path in sorted(entry for entry in folder.rglob("run.json")):
         run = RunFolder(path.parent)
-        model = run.settings().model
+        model, by_query = run.settings().model, path.parent.name.endswith(READ)
         for record in run.records():
             for result in record.results:
                 own = cells[model, record.task, record.length][result.policy]
-                own[record.index] = (result.score, result.nbytes / result.dense_nbytes)
+                own[record.index] = (
+                    result.score,
+                    result.rows_read if by_query else result.nbytes / result.dense_nbytes,
+                )
     return cells
 
 
@@ -80,7 +85,7 @@ def print_scores(cells: dict[Cell, Scores], model: str, length: int) -> None:
     own = {cell[1]: scores for cell, scores in sorted(cells.items()) if (cell[0], cell[2]) == (model, length)}
     print(f"\n{model}, {length:,} tokens\n")
     titles = [f"{task_name(task)} (n={len(scores['dense'])})" for task, scores in own.items()]
-    print(f"| policy | bytes, % | {' | '.join(titles)} |\n|{' --- |' * (len(titles) + 2)}")
+    print(f"| policy | bytes (or rows read), % | {' | '.join(titles)} |\n|{' --- |' * (len(titles) + 2)}")
     for policy in dict.fromkeys(policy for scores in own.values() for policy in scores):
         row, held = [], []
         for scores in own.values():
