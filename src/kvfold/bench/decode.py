@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from kvfold.bench.rate import can_seek, expanded_share, seek_amount
 from kvfold.bench.real import Rows, rows_of
 from kvfold.bench.record import Folder, Record
 from kvfold.bench.rows import held_rows, longest_over_mean, mean_rows
-from kvfold.bench.settings import OnCell, OnProgress, check_shared
+from kvfold.bench.settings import OnCell, OnProgress, check_shared, facts
 from kvfold.bench.stats import Spread
 from kvfold.bench.timing import allocated, give_back, peak_of, per_token, reset_peak, stretch, told
 from kvfold.core.errors import ConfigError, KvfoldError, must_be
@@ -71,8 +70,7 @@ class DecodeSettings:
 
     def shared(self) -> dict[str, Any]:
         """Return what all cells of a record share, as plain data."""
-        left_out = ("policies", "contexts", "batches", "device", "stock", "presses")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        return facts(self, "policies", "contexts", "batches", "device", "stock", "presses")
 
 
 def run_decode(

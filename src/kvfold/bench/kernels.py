@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvfold.bench.cells import Key, fill
 from kvfold.bench.models import Geometry, attention_alone, device_of, dtype_of, geometry_of
 from kvfold.bench.rate import can_seek, expanded_share, seek
 from kvfold.bench.real import Rows, rows_of
 from kvfold.bench.record import Folder, Record
 from kvfold.bench.rows import held_rows, longest_over_mean, mean_rows, split
-from kvfold.bench.settings import OnCell, OnProgress, check_shared
+from kvfold.bench.settings import OnCell, OnProgress, check_shared, facts
 from kvfold.bench.stats import Spread
 from kvfold.bench.timing import give_back, per_call, told
 from kvfold.core.errors import ConfigError, KvfoldError, must_be
@@ -73,8 +74,7 @@ class KernelSettings:
 
     def shared(self) -> dict[str, Any]:
         """Return what all cells of a record share, as plain data."""
-        left_out = ("policies", "contexts", "batches", "device")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        return facts(self, "policies", "contexts", "batches", "device")
 
 
 def run_kernels(
@@ -108,24 +108,29 @@ def run_kernels(
         SDPA + name for name in (("flash", "flash, heads packed", "cudnn") if device.type == "cuda" else ("auto",))
     ]
     methods = [*stock, DENSE, RAGGED, *map(str, policies)]
-    places = [(context, batch) for context in settings.contexts for batch in settings.batches]
-    for at, (context, batch) in enumerate(places):
-        bench: Bench | None = None
-        for number, method in enumerate(methods):
-            key = {"method": method, "context": context, "batch": batch}
-            cell = record.find(**key)
-            if cell is None:
-                if progress is not None:
-                    progress(at * len(methods) + number, len(places) * len(methods), f"{method}, {context:,} x {batch}")
-                bench = bench or Bench(settings, {str(one): one for one in policies}, device, rows, context, batch)
-                cell = {**key, **bench.cell(method)}
-                record.add(cell)
-            if on_cell is not None:
-                on_cell(cell)
-        del bench
-        give_back(device)
-    if progress is not None:
-        progress(len(places) * len(methods), len(places) * len(methods), "")
+    wanted: list[Key] = [
+        {"method": method, "context": context, "batch": batch}
+        for context in settings.contexts
+        for batch in settings.batches
+        for method in methods
+    ]
+    # layers of one place at a time: those of the one before are given back first
+    held: dict[tuple[int, int], Bench] = {}
+
+    def measure(key: Key) -> dict[str, Any]:
+        place = key["context"], key["batch"]
+        if place not in held:
+            held.clear()
+            give_back(device)
+            held[place] = Bench(settings, {str(one): one for one in policies}, device, rows, *place)
+        return held[place].cell(key["method"])
+
+    def told_of(key: Key) -> str:
+        return f"{key['method']}, {key['context']:,} x {key['batch']}"
+
+    fill(record, wanted, measure, told=told_of, progress=progress, on_cell=on_cell)
+    held.clear()
+    give_back(device)
     return record
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvfold.bench.cells import Key, fill
 from kvfold.bench.models import config_of, count_parameters, dtype_of
 from kvfold.bench.record import Folder, Record
 from kvfold.bench.rows import held_rows
-from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_policies
+from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_policies, facts
 from kvfold.bench.timing import told
 from kvfold.core.errors import ConfigError, KvfoldError, must_be
 from kvfold.core.policy import Policy
@@ -58,8 +58,7 @@ class MemorySettings:
 
     def shared(self) -> dict[str, Any]:
         """Return what all cells of a record share, as plain data."""
-        left_out = ("policies", "contexts", "batches")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        return facts(self, "policies", "contexts", "batches")
 
 
 def run_memory(
@@ -86,26 +85,23 @@ def run_memory(
     """
     policies = check(settings)
     record = (folder or Folder(None)).open("memory", settings.shared(), torch.device("meta"))
-    wanted: list[dict[str, Any]] = [
+    wanted: list[Key] = [
         {"method": method, "context": context, "batch": batch}
         for context in settings.contexts
         for batch in settings.batches
         for method in (DENSE, *map(str, policies))
     ]
     sizes: Sizes | None = None
-    for done, key in enumerate(wanted):
-        cell = record.find(**key)
-        if cell is None:
-            if progress is not None:
-                progress(done, len(wanted), f"{key['method']}, {key['context']:,} x {key['batch']}")
-            sizes = sizes or Sizes(settings, {str(one): one for one in policies})
-            cell = {**key, **sizes.cell(**key)}
-            record.add(cell)
-        if on_cell is not None:
-            on_cell(cell)
-    if progress is not None:
-        progress(len(wanted), len(wanted), "")
-    return record
+
+    def measure(key: Key) -> dict[str, Any]:
+        nonlocal sizes
+        sizes = sizes or Sizes(settings, {str(one): one for one in policies})
+        return sizes.cell(**key)
+
+    def told_of(key: Key) -> str:
+        return f"{key['method']}, {key['context']:,} x {key['batch']}"
+
+    return fill(record, wanted, measure, told=told_of, progress=progress, on_cell=on_cell)
 
 
 def check(settings: MemorySettings) -> list[Policy]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvfold.bench.cells import Key, fill
 from kvfold.bench.models import count_parameters, device_of, dtype_of, make_model
 from kvfold.bench.record import Folder, Record
-from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_policies
+from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_policies, facts
 from kvfold.bench.stats import Spread
 from kvfold.bench.timing import allocated, give_back, peak_of, reset_peak, told
 from kvfold.core.errors import KvfoldError
@@ -47,8 +47,7 @@ class PrefillSettings:
 
     def shared(self) -> dict[str, Any]:
         """Return what all cells of a record share, as plain data."""
-        left_out = ("policies", "contexts", "chunk_sizes", "device")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        return facts(self, "policies", "contexts", "chunk_sizes", "device")
 
 
 def run_prefill(
@@ -76,27 +75,23 @@ def run_prefill(
     policies, device = check(settings), device_of(settings.device)
     about = {**settings.shared(), "tokens": "random", "seconds": "of an Engine, until the host holds the first token"}
     record = (folder or Folder(None)).open("prefill", about, device)
-    wanted: list[dict[str, Any]] = [
+    wanted: list[Key] = [
         {"method": method, "context": context, "chunk_size": chunk_size, "batch": 1}
         for context in settings.contexts
         for chunk_size in settings.chunk_sizes
         for method in (STOCK, DENSE, *map(str, policies))
     ]
     bench: Bench | None = None
-    for done, key in enumerate(wanted):
-        cell = record.find(**key)
-        if cell is None:
-            if progress is not None:
-                what = f"{key['method']}, {key['context']:,} in chunks of {key['chunk_size']:,}"
-                progress(done, len(wanted), what)
-            bench = bench or Bench(settings, {str(one): one for one in policies}, device)
-            cell = {**key, **bench.cell(key["method"], key["context"], key["chunk_size"])}
-            record.add(cell)
-        if on_cell is not None:
-            on_cell(cell)
-    if progress is not None:
-        progress(len(wanted), len(wanted), "")
-    return record
+
+    def measure(key: Key) -> dict[str, Any]:
+        nonlocal bench
+        bench = bench or Bench(settings, {str(one): one for one in policies}, device)
+        return bench.cell(key["method"], key["context"], key["chunk_size"])
+
+    def told_of(key: Key) -> str:
+        return f"{key['method']}, {key['context']:,} in chunks of {key['chunk_size']:,}"
+
+    return fill(record, wanted, measure, told=told_of, progress=progress, on_cell=on_cell)
 
 
 def check(settings: PrefillSettings) -> list[Policy]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from kvfold.bench.models import device_of
 from kvfold.bench.rate import can_seek, expanded_share
 from kvfold.bench.real import text_ids
 from kvfold.bench.record import Folder, Record, read_record
-from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_policies
+from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_policies, facts
 from kvfold.core.errors import ConfigError, DataError, UnsupportedError, must_be
 from kvfold.core.policy import Policy
 from kvfold.hf.load import context_length, load_model
@@ -42,8 +41,7 @@ class RateSettings:
 
     def shared(self) -> dict[str, Any]:
         """Return what all cells of a record share, as plain data."""
-        left_out = ("policies", "contexts", "device")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        return facts(self, "policies", "contexts", "device")
 
 
 def run_rate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -33,6 +34,19 @@ class Shared(Protocol):
     def longest(self) -> float: ...  # noqa: D102
     @property
     def stretches(self) -> int: ...  # noqa: D102
+
+
+def facts(settings: Any, *left_out: str) -> dict[str, Any]:
+    """Return settings as plain data, without those in which cells of one record may differ.
+
+    Args:
+        settings: A dataclass.
+        *left_out: Names of these.
+
+    Returns:
+        The others by name.
+    """
+    return {name: value for name, value in dataclasses.asdict(settings).items() if name not in left_out}
 
 
 def check_shared(settings: Shared) -> list[Policy]:

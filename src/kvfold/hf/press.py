@@ -87,7 +87,8 @@ def pressed_cache(model: Model, text: str, ids: Tensor) -> Any:
         package: Any = importlib.import_module("kvpress")
     except ImportError as error:
         raise MissingExtraError(f"--kvpress needs kvpress: {error}; pip install kvpress") from error
-    press, called = _build(package, call), _called(model)
+    press = _build(package, call)
+    called: Any = model  # torch types the call of a module's class, not of the model's
     cache: Any = transformers.DynamicCache(config=model.config)
     # what its hooks look up, and models no longer make for themselves
     places = torch.arange(ids.shape[1], device=ids.device)
@@ -99,10 +100,6 @@ def pressed_cache(model: Model, text: str, ids: Tensor) -> Any:
         version = transformers.__version__
         raise UnsupportedError(f"{text} of kvpress fails with transformers {version}: {reason}") from error
     return cache
-
-
-def _called(model: Any) -> Any:
-    return model
 
 
 def _build(package: Any, call: Call) -> Any:
