@@ -158,6 +158,9 @@ def main() -> int:
     parser.add_argument("--grid", action="append", default=[], metavar="MODEL:LENGTHS", help="folder of a model")
     parser.add_argument("--read", action="append", default=[], metavar="MODEL:LENGTHS", help="reading by query")
     parser.add_argument("--read-tasks", default=",".join(READ_TASKS))
+    parser.add_argument(
+        "--read-policy", action="append", help="of --read, instead of the built-in lists; may be repeated"
+    )
     parser.add_argument("--long", metavar="MODEL", help="also run the comparison at 64K")
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--n", type=int, default=100)
@@ -175,7 +178,7 @@ def main() -> int:
         model, _, lengths = text.rpartition(":")
         for length in map(int, lengths.split(",")):
             for name in args.read_tasks.split(","):
-                policies = READERS if name == CURVE_TASK else DEFAULTS
+                policies = args.read_policy or (READERS if name == CURVE_TASK else DEFAULTS)
                 most = STACK_TOKENS.get(name, LESS_TOKENS)
                 batch = max(1, min(50, most // (length * (len(policies) + 1))))
                 todo.append(Job(model, name, length, policies, batch, kind="-read"))
