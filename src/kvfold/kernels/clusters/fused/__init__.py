@@ -1,4 +1,4 @@
-"""A decode step that reads clusters by risk, in four launches: score, choose, attend, merge."""
+"""A decode step that reads clusters by risk, in three launches: score, finish, merge."""
 
 from kvfold.kernels.clusters.fused.api import attend_refined, unserved
 from kvfold.kernels.clusters.fused.settings import Settings, settings_for

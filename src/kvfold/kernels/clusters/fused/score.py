@@ -15,7 +15,7 @@ NOTHING = tl.constexpr(-3.0e38)
 """A logit below all others that stays finite when it is subtracted from itself."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "splits", "tail_splits", "programs"])
 def score(
     q,
     new_keys,
@@ -33,15 +33,15 @@ def score(
     log_mass,
     deviation,
     part_lse,
-    fixed,
-    fixed_lse,
+    parts,
+    parts_lse,
     longest,
     scale,
     log_size,
     room,
     splits,
     tail_splits,
-    pieces,
+    programs,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -80,8 +80,8 @@ def score(
         )  # fmt: skip
     else:
         _read_tail(
-            query, new_keys, new_values, keys, values, starts, lengths, fixed, fixed_lse, longest, run,
-            split - splits, splits, tail_splits, pieces, count, scale, at_q, at_d, real_q, real_d, GROUP, SEGMENT,
+            query, new_keys, new_values, keys, values, starts, lengths, parts, parts_lse, longest, run,
+            split - splits, splits, tail_splits, programs, count, scale, at_q, at_d, real_q, real_d, GROUP, SEGMENT,
             HEAD_DIM, VALUE_DIM, TILE_Q, TILE_N, TILE_V, APPENDS, KNOWS_LONGEST, PRECISION, WIDEN,
         )  # fmt: skip
 
@@ -173,8 +173,8 @@ def _score_clusters(
 
 @triton.jit
 def _read_tail(
-    query, new_keys, new_values, keys, values, starts, lengths, fixed, fixed_lse, longest, run, split, splits,
-    tail_splits, pieces, count, scale, at_q, at_d, real_q, real_d, GROUP: tl.constexpr, SEGMENT: tl.constexpr,
+    query, new_keys, new_values, keys, values, starts, lengths, parts, parts_lse, longest, run, split, splits,
+    tail_splits, programs, count, scale, at_q, at_d, real_q, real_d, GROUP: tl.constexpr, SEGMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE_Q: tl.constexpr, TILE_N: tl.constexpr, TILE_V: tl.constexpr,
     APPENDS: tl.constexpr, KNOWS_LONGEST: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -216,8 +216,8 @@ def _read_tail(
             norm = tl.maximum(norm, tl.sqrt(tl.sum(length * length, 0)))
         top, total, sums = take(key, value, query, real, scale, top, total, sums, PRECISION, WIDEN)
     found = sums / tl.where(total > 0.0, total, 1.0)[None, :]
-    place = (run * (pieces + tail_splits) + pieces + split) * GROUP + at_q
-    tl.store(fixed + place[None, :] * VALUE_DIM + at_v[:, None], found, mask=real_q[None, :] & real_v[:, None])
-    tl.store(fixed_lse + place, log_of(total, top), mask=real_q)
+    place = (run * (programs + tail_splits) + programs + split) * GROUP + at_q
+    tl.store(parts + place[None, :] * VALUE_DIM + at_v[:, None], found, mask=real_q[None, :] & real_v[:, None])
+    tl.store(parts_lse + place, log_of(total, top), mask=real_q)
     if KNOWS_LONGEST:
         tl.store(longest + run * (splits + tail_splits) + splits + split, tl.max(norm, 0))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-PASSED_OVER = 2.0**-13
-"""Share of the estimated mass that tiles which are passed over may hold together; see the module ``choose``."""
-CHUNK = 64
+CHUNK = 32
 """Chosen clusters whose places a program looks up at once."""
+BLOCK = 4
+"""Consecutive clusters that belong to one program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +24,13 @@ class Settings:
         score_stages: Tiles of its loop that are in flight.
         tail_splits: Programs per run that read the tail.
         tail_tile: Rows of one step of their loop.
-        pieces: Programs per run that choose clusters and attend to the means of the others.
-        choose_tile: Clusters of one step of their loop, whose mean values are read or passed over together.
-        choose_warps: Warps of such a program.
-        passed_over: Share of the estimated mass that tiles of mean values which are not read may hold together.
-        programs: Programs that read the rows of what was chosen, over all runs.
-        attend_tile: Rows of one step of their loop.
-        attend_warps: Warps of such a program.
-        attend_stages: Tiles of its loop that are in flight.
-        attend_registers: Most registers of its threads, so that several programs fit; ``None`` for no limit.
+        programs: Programs per run that choose clusters and attend to means and rows.
+        warps: Warps of such a program.
+        mean_tile: Clusters of one step of their first loop.
+        mean_stages: Tiles of mean values that are in flight.
+        row_tile: Rows of one step of their second loop.
+        row_stages: Tiles of it that are in flight.
+        registers: Most registers of a thread, so that several programs fit; ``None`` for no limit.
     """
 
     score_splits: int
@@ -41,15 +39,13 @@ class Settings:
     score_stages: int
     tail_splits: int
     tail_tile: int
-    pieces: int
-    choose_tile: int
-    choose_warps: int
-    passed_over: float
     programs: int
-    attend_tile: int
-    attend_warps: int
-    attend_stages: int
-    attend_registers: int | None = None
+    warps: int
+    mean_tile: int
+    mean_stages: int
+    row_tile: int
+    row_stages: int
+    registers: int | None = None
 
 
 def settings_for(
@@ -75,7 +71,7 @@ def settings_for(
     # measured on an H200 with rows of 256 bytes in half precision; float32 takes more registers
     half = itemsize == 2 and not wide
     # programs per multiprocessor; those that fit run at once
-    scoring, choosing, reading = (4, 4, 4) if half else (2, 2, 2) if wide else (3, 4, 3)
+    scoring, reading = (4, 4) if half else (2, 2) if wide else (3, 4)
     tail_tile = min(64, max(16, _power(tail_rows)))
     tail_splits = _power(min(64, max(1, min(-(-scoring * cores // runs), -(-tail_rows // (2 * tail_tile))))))
     most = -(-room // tile)
@@ -88,15 +84,14 @@ def settings_for(
         score_stages=2 if wide else 3,
         tail_splits=tail_splits,
         tail_tile=tail_tile,
-        pieces=max(1, min(64, choosing * cores // runs, most)),
-        choose_tile=tile,
-        choose_warps=4,
-        passed_over=PASSED_OVER,
-        programs=reading * cores,
-        attend_tile=32 if half else tile,
-        attend_warps=4,
+        # with fewer clusters each, more time goes into joining parts than is won
+        programs=max(1, min(reading * cores // runs, -(-room // 32))),
+        warps=4,
+        mean_tile=16 if wide else 32,
+        mean_stages=2 if wide else 3,
+        row_tile=16 if wide else 32,
         # with two there would be one tile, on its way or at work
-        attend_stages=3,
+        row_stages=3,
     )
 
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.kernels.clusters.fused import choose, merge, read, score
-from kvfold.kernels.clusters.fused.settings import CHUNK, Settings, settings_for
+from kvfold.kernels.clusters.fused import finish, merge, score
+from kvfold.kernels.clusters.fused.settings import BLOCK, CHUNK, Settings, settings_for
 from kvfold.kernels.clusters.fused.types import Clustered, Refined, Threshold
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -24,8 +24,7 @@ class Launches:
         output: ``[batch, q_heads, 1, value_dim]``.
         lse: ``[batch, q_heads, 1]``.
         expanded: ``[batch, kv_heads]``.
-        counts: Per run and piece, how many clusters are read, and how many tiles of mean values matter, int32,
-            ``[2, batch * kv_heads, pieces]``.
+        counts: How many clusters each program of each run reads, int32, ``[batch * kv_heads, programs]``.
     """
 
     def __init__(
@@ -68,12 +67,11 @@ class Launches:
         self.log_mass, self.deviation = floats(runs, room, group), floats(runs, room, group)
         self.part_lse = floats(2, runs, cut.score_splits, group)
         self.longest = floats(runs, cut.score_splits + cut.tail_splits)
-        # parts that every step has: of mean values by piece, then of the tail
-        self.fixed = floats(runs, cut.pieces + cut.tail_splits, group, value_dim)
-        self.fixed_lse = floats(runs, cut.pieces + cut.tail_splits, group)
-        self.chosen, self.counts = whole(runs, room), whole(2, runs, cut.pieces)
-        self.parts = floats(cut.programs + runs, group, value_dim)
-        self.parts_lse = floats(cut.programs + runs, group)
+        # by program, then of the tail
+        self.parts = floats(runs, cut.programs + cut.tail_splits, group, value_dim)
+        self.parts_lse = floats(runs, cut.programs + cut.tail_splits, group)
+        self.own_room = -(-room // (BLOCK * cut.programs)) * BLOCK
+        self.chosen, self.counts = whole(runs, cut.programs, self.own_room), whole(runs, cut.programs)
         self.output = q.new_empty(batch, q_heads, 1, value_dim)
         self.lse = floats(batch, q_heads, 1)
         self.expanded = whole(batch, kv_heads)
@@ -87,10 +85,6 @@ class Launches:
             "WIDEN": triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,
         }
         self._keys: dict[str, Any] = {"HEAD_DIM": head_dim, "TILE_D": triton.next_power_of_2(head_dim)}
-        self._counts: dict[str, Any] = {
-            "TILE_R": triton.next_power_of_2(runs),
-            "TILE_P": triton.next_power_of_2(cut.pieces),
-        }
 
     def score(self) -> None:
         """Append the newest rows, score clusters, attend to tails."""
@@ -114,15 +108,15 @@ class Launches:
             self.log_mass,
             self.deviation,
             self.part_lse,
-            self.fixed,
-            self.fixed_lse,
+            self.parts,
+            self.parts_lse,
             self.longest,
             self.scale,
             math.log(held.segment),
             self.room,
             cut.score_splits,
             cut.tail_splits,
-            cut.pieces,
+            cut.programs,
             TILE_C=cut.score_tile,
             TILE_N=cut.tail_tile,
             FORM=form,
@@ -136,10 +130,14 @@ class Launches:
             num_stages=cut.score_stages,
         )
 
-    def choose(self) -> None:
-        """Choose clusters by risk, and attend to the mean values of the others."""
+    def finish(self) -> None:
+        """Choose clusters by risk, attend to their rows and to the mean values of the others."""
         held, cut, rule, kept = self.held, self.cut, self.rule, self.held.summaries
-        choose.choose[(self.runs, cut.pieces)](
+        power = triton.next_power_of_2
+        finish.finish[(self.runs * cut.programs,)](
+            self.q,
+            held.keys,
+            held.values,
             kept["mean_values"],
             kept.get("mean_value_steps", self.part_lse),
             self.log_mass,
@@ -149,22 +147,30 @@ class Launches:
             self.part_lse,
             self.part_lse if self.sinks is None else self.sinks,
             self.longest,
+            held.starts,
             held.lengths,
             held.fits,
             rule.amounts,
             self.chosen,
             self.counts,
-            self.fixed,
-            self.fixed_lse,
+            self.parts,
+            self.parts_lse,
+            self.scale,
+            self.runs,
+            cut.programs,
             self.room,
+            self.own_room,
             cut.score_splits,
             cut.tail_splits,
-            cut.passed_over,
-            TILE=cut.choose_tile,
-            TILE_H=triton.next_power_of_2(held.starts.shape[1]),
-            TILE_S=triton.next_power_of_2(cut.score_splits),
-            TILE_T=triton.next_power_of_2(cut.tail_splits),
-            TILE_L=triton.next_power_of_2(cut.score_splits + cut.tail_splits),
+            TILE=cut.mean_tile,
+            TILE_K=CHUNK,
+            TILE_N=cut.row_tile,
+            TILE_H=power(held.starts.shape[1]),
+            TILE_S=power(cut.score_splits),
+            TILE_T=power(cut.tail_splits),
+            TILE_L=power(cut.score_splits + cut.tail_splits),
+            STAGES=cut.mean_stages,
+            ROW_STAGES=cut.row_stages,
             DTYPE=_DTYPES[self.q.dtype],
             HAS_STEPS="mean_value_steps" in kept,
             HAS_SINKS=self.sinks is not None,
@@ -174,50 +180,20 @@ class Launches:
             HAS_RADIUS=rule.value_radius,
             **self._sizes,
             **self._dims,
-            num_warps=cut.choose_warps,
-            # marks are loaded ahead by hand, mean values not until it is known that they matter
-            num_stages=1,
-        )
-
-    def attend(self) -> None:
-        """Attend to rows of clusters."""
-        held, cut = self.held, self.cut
-        read.attend[(cut.programs,)](
-            self.q,
-            held.keys,
-            held.values,
-            held.starts,
-            held.lengths,
-            held.fits,
-            self.chosen,
-            self.counts,
-            self.parts,
-            self.parts_lse,
-            self.scale,
-            self.room,
-            cut.pieces,
-            self.runs,
-            TILE_C=cut.choose_tile,
-            TILE_K=CHUNK,
-            TILE_N=cut.attend_tile,
-            **self._sizes,
-            **self._dims,
             **self._keys,
-            **self._counts,
-            num_warps=cut.attend_warps,
-            num_stages=cut.attend_stages,
-            maxnreg=cut.attend_registers,
+            num_warps=cut.warps,
+            num_stages=1,
+            maxnreg=cut.registers,
         )
 
     def merge(self) -> None:
         """Join all parts, and count what was read."""
-        held, cut = self.held, self.cut
+        held, cut, power = self.held, self.cut, triton.next_power_of_2
+        tile_v = power(held.values.shape[1])
         merge.merge[(self.runs, self.group)](
             self.parts,
             self.parts_lse,
-            self.fixed,
-            self.fixed_lse,
-            self.fixed_lse if self.sinks is None else self.sinks,
+            self.parts_lse if self.sinks is None else self.sinks,
             held.lengths,
             held.fits,
             held.fits if self.alive is None else self.alive,
@@ -227,24 +203,22 @@ class Launches:
             self.expanded,
             self.expanded if self.read is None else self.read,
             cut.programs,
-            cut.pieces,
             cut.tail_splits,
             VALUE_DIM=held.values.shape[1],
-            TILE_S=min(128, 16384 // triton.next_power_of_2(held.values.shape[1])),
-            TILE_V=triton.next_power_of_2(held.values.shape[1]),
+            TILE_P=power(cut.programs),
+            TILE_S=min(power(cut.programs + cut.tail_splits), 16384 // tile_v),
+            TILE_V=tile_v,
             HAS_SINKS=self.sinks is not None,
             COUNTS=self.read is not None,
             HAS_ALIVE=self.alive is not None,
             **self._sizes,
-            **self._counts,
             num_warps=8,
         )
 
     def run(self) -> Refined:
         """Do all of it."""
         self.score()
-        self.choose()
-        self.attend()
+        self.finish()
         self.merge()
         return Refined(self.output, self.lse, self.expanded)
 
