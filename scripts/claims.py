@@ -89,6 +89,9 @@ def print_scores(cells: dict[Cell, Scores], model: str, length: int) -> None:
     for policy in dict.fromkeys(policy for scores in own.values() for policy in scores):
         row, held = [], []
         for scores in own.values():
+            if policy not in scores:
+                row.append("")
+                continue
             found = difference(scores, policy, "dense")
             sign = {"lower": "-", "higher": "+", "not distinguishable": "="}[found.verdict]
             row.append(f"{100 * found.mean:.0f}{'' if policy == 'dense' else sign}")
