@@ -22,6 +22,7 @@ from kvfold.kernels.clusters.fused import (
     attend_refined,
     reference,
     settings_for,
+    step,
     unserved,
 )
 from kvfold.kernels.clusters.layout import means_of
@@ -213,7 +214,7 @@ SHAPES = [(1, 64), (3, 80), (5, 96), (6, 128), (7, 64), (8, 256)]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("q_per_kv", "head_dim"), SHAPES)
 def test_runs_of_any_length(impl: str, dtype: torch.dtype, q_per_kv: int, head_dim: int) -> None:
     given = case([[257, 0], [15, 63]], q_per_kv=q_per_kv, head_dim=head_dim, segment=16, dtype=dtype)
@@ -318,6 +319,20 @@ def test_the_number_of_programs_changes_nothing(programs: int) -> None:
     cut = replace(SMALL, programs=programs, score_splits=3, tail_splits=1)
     for rule in (by_tau(0.0, 2), halfway(given)):
         assert_exact(given.run("triton", rule, settings=cut), given, rule)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("extra", [0, 1, 5])
+@pytest.mark.parametrize("means", ["half", "int8"])
+def test_tiles_end_within_the_room_and_lists_close_up_in_pieces(
+    means: str, extra: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 50 and 37 clusters: the last tiles of 16 would reach beyond the room, or hold what others score
+    given = case([[201, 150], [99, 0]], room=extra, means=means, dtype=dtype)
+    monkeypatch.setattr(step, "CHUNK", 4)
+    for rule in (by_tau(0.0, 2), halfway(given)):
+        assert_exact(given.run("triton", rule, settings=SMALL), given, rule)
 
 
 @needs_triton

@@ -14,15 +14,14 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels.clusters.fused.maths import (
+    NOTHING,
     clusters_of,
     finite,
     log_add,
-    log_growth,
     log_of,
-    log_sum,
+    log_sums,
     lost,
     take,
-    tilt,
 )
 
 LIFT = tl.constexpr(6.931471805599453)
@@ -49,9 +48,21 @@ def _threshold(amounts, lengths, run, KV_HEADS: tl.constexpr, TILE_H: tl.constex
 
 
 @triton.jit
-def _entry(local, program, programs):
-    """Turn places among a program's own clusters into places among those of the run."""
-    return (local // BLOCK * programs + program) * BLOCK + local % BLOCK
+def _close_up(chosen, own, TILE_F: tl.constexpr):
+    """Take the gaps, which are -1, out of a list in its own place; return how many are left."""
+    at_f = tl.arange(0, TILE_F)
+    # a whole number of Python where the kernel is interpreted
+    listed = own * 0
+    for at in tl.range(0, own, TILE_F, num_stages=1):
+        entry = tl.load(chosen + at + at_f, mask=at + at_f < own, other=-1)
+        passes = entry >= 0
+        many = passes.to(tl.int32)
+        # all is read before any of it is written over, and written before it is read again
+        tl.debug_barrier()
+        tl.store(chosen + listed + tl.cumsum(many, 0) - 1, entry, mask=passes)
+        listed += tl.sum(many, 0)
+        tl.debug_barrier()
+    return listed
 
 
 @triton.jit(do_not_specialize=["runs", "programs", "room", "own_room", "splits", "tail_splits"])
@@ -89,15 +100,13 @@ def finish(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     TILE: tl.constexpr,
-    TILE_K: tl.constexpr,
+    TILE_F: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_D: tl.constexpr,
     TILE_V: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_S: tl.constexpr,
-    TILE_T: tl.constexpr,
-    TILE_L: tl.constexpr,
     STAGES: tl.constexpr,
     ROW_STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -133,70 +142,74 @@ def finish(
         mask=real_q[None, :] & (at_d < HEAD_DIM)[:, None],
         other=0.0,
     )
+    # tiles are whole blocks: what differs between threads does not change from tile to tile
+    inside = (at_c // BLOCK * programs + program) * BLOCK + at_c % BLOCK
+    spot = inside[None, :] * VALUE_DIM + at_v[:, None]
 
     # marks of the first tile are on their way while sums are joined, those of the next while one is at work
     log_mass += run * room * GROUP
     deviation += run * room * GROUP
-    ahead = _entry(at_c, program, programs)
-    comes = (ahead < count)[:, None] & real_q[None, :]
-    mark = ahead[:, None] * GROUP + at_q[None, :]
+    comes = (inside < count)[:, None] & real_q[None, :]
+    mark = inside[:, None] * GROUP + at_q[None, :]
     mass_ahead = tl.load(log_mass + mark, mask=comes, other=float("-inf"))
     reach_ahead = tl.load(deviation + mark, mask=comes, other=0.0)
-    at_s = tl.arange(0, TILE_S)
-    place = (run * splits + at_s[:, None]) * GROUP + at_q[None, :]
-    there = (at_s < splits)[:, None] & real_q[None, :]
-    all_mass = log_sum(tl.load(part_lse + place, mask=there, other=float("-inf")))
-    all_grown = log_sum(tl.load(part_lse + runs * splits * GROUP + place, mask=there, other=float("-inf")))
-    at_t = tl.arange(0, TILE_T)
+    # logs of the masses of all splits, then of the tail, whose rows have no reach
     width = programs + tail_splits
-    place = (run * width + programs + at_t[:, None]) * GROUP + at_q[None, :]
-    there = (at_t < tail_splits)[:, None] & real_q[None, :]
-    rest = log_sum(tl.load(parts_lse + place, mask=there, other=float("-inf")))
+    sides = splits + tail_splits
+    at_s = tl.arange(0, TILE_S)
+    is_split = (at_s < splits)[:, None] & real_q[None, :]
+    is_tail = ((at_s >= splits) & (at_s < sides))[:, None] & real_q[None, :]
+    place = (run * splits + at_s[:, None]) * GROUP + at_q[None, :]
+    log = tl.load(part_lse + place, mask=is_split, other=NOTHING)
+    grown_log = tl.load(part_lse + runs * splits * GROUP + place, mask=is_split, other=NOTHING)
+    place = (run * width + programs + at_s[:, None] - splits) * GROUP + at_q[None, :]
+    rest = tl.load(parts_lse + place, mask=is_tail, other=NOTHING)
+    log = tl.maximum(log, rest)
+    grown_log = tl.maximum(grown_log, rest)
+    all_mass, all_grown = log_sums(
+        log, (log > NOTHING).to(tl.float32), grown_log, (grown_log > NOTHING).to(tl.float32)
+    )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + run % KV_HEADS * GROUP + at_q, mask=real_q, other=float("-inf")).to(tl.float32)
-        rest = log_add(rest, sink)
-    all_mass = finite(log_add(all_mass, rest))
-    all_grown = finite(log_add(all_grown, rest))
+        all_mass = log_add(all_mass, sink)
+        all_grown = log_add(all_grown, sink)
+    all_mass = finite(all_mass)
+    all_grown = finite(all_grown)
     unit = 1.0
     if ABSOLUTE or HAS_RADIUS:
-        at_l = tl.arange(0, TILE_L)
-        sides = splits + tail_splits
-        unit = tl.max(tl.load(longest + run * sides + at_l, mask=at_l < sides, other=0.0), 0)
+        unit = tl.max(tl.load(longest + run * sides + at_s, mask=at_s < sides, other=0.0), 0)
 
     chosen += (run * programs + program) * own_room
     total = tl.zeros([TILE, TILE_Q], tl.float32)
     sums = tl.zeros([TILE_V, TILE_Q], tl.float32)
-    # whole numbers of Python where the kernel is interpreted
-    listed = own * 0
     for at in tl.range(0, own, TILE, num_stages=STAGES):
-        entry = _entry(at + at_c, program, programs)
+        base = at * programs
+        entry = base + inside
         real = entry < count
         both = real[:, None] & real_q[None, :]
-        spot = entry[None, :] * VALUE_DIM + at_v[:, None]
-        value = tl.load(mean_values + spot, mask=real[None, :] & real_v[:, None], other=0)
+        value = tl.load(mean_values + base * VALUE_DIM + spot, mask=real[None, :] & real_v[:, None], other=0)
         mass = mass_ahead
         reach = reach_ahead
-        ahead = _entry(at + TILE + at_c, program, programs)
-        comes = (ahead < count)[:, None] & real_q[None, :]
-        mark = ahead[:, None] * GROUP + at_q[None, :]
-        mass_ahead = tl.load(log_mass + mark, mask=comes, other=float("-inf"))
-        reach_ahead = tl.load(deviation + mark, mask=comes, other=0.0)
-        growth = log_growth(reach)
+        following = base + TILE * programs
+        comes = (following + inside < count)[:, None] & real_q[None, :]
+        mass_ahead = tl.load(log_mass + following * GROUP + mark, mask=comes, other=float("-inf"))
+        reach_ahead = tl.load(deviation + following * GROUP + mark, mask=comes, other=0.0)
         shares = tl.exp(mass - all_mass[None, :])
-        bent = tilt(reach)
+        gone = lost(reach)
+        bent = shares * (gone / (1.0 + tl.exp(-reach)))
         if HAS_RADIUS:
             size = tl.load(value_norm + run * room + entry, mask=real, other=0.0).to(tl.float32)
             size = tl.minimum(size, tl.load(value_radius + run * room + entry, mask=real, other=0.0).to(tl.float32))
             bent = bent * (size / tl.maximum(unit, 1.17549435e-38))[:, None]
-        risk = 2.0 * (tl.exp(mass + growth - all_grown[None, :]) * lost(growth) + shares * bent)
+        # cosh(x) - 1 is e^x (1 - e^-x)^2 / 2, and tanh(x / 2) is (1 - e^-x) / (1 + e^-x)
+        risk = tl.exp(mass + reach - all_grown[None, :]) * gone * gone + 2.0 * bent
         risk = tl.where(both, risk, 0.0)
         risk = tl.sum(risk, 1) / GROUP if MEAN else tl.max(risk, 1)
         if ABSOLUTE:
             risk = risk * unit
         passes = (risk > tau) & real
-        many = passes.to(tl.int32)
-        tl.store(chosen + listed + tl.cumsum(many, 0) - 1, entry, mask=passes)
-        listed += tl.sum(many, 0)
+        # threads need not meet here to see where in the list each comes
+        tl.store(chosen + at + at_c, tl.where(passes, entry, -1), mask=at + at_c < own)
         # what is read does not stand for itself any more
         weights = tl.where(both & (passes == 0)[:, None], shares, 0.0) * 1024.0
         weighed = weights
@@ -212,9 +225,10 @@ def finish(
     top = tl.where(whole > 0.0, all_mass - LIFT, float("-inf"))
     # the list is read by other threads than wrote it
     tl.debug_barrier()
+    listed = _close_up(chosen, own, TILE_F)
     top, whole, sums = _rows(
         keys + start * HEAD_DIM, values + start * VALUE_DIM, chosen, listed, query, scale, top, whole, sums, SEGMENT,
-        HEAD_DIM, VALUE_DIM, TILE_K, TILE_N, TILE_D, TILE_V, ROW_STAGES, PRECISION, WIDEN,
+        HEAD_DIM, VALUE_DIM, TILE_N, TILE_Q, TILE_D, TILE_V, ROW_STAGES, PRECISION, WIDEN,
     )  # fmt: skip
     found = sums / tl.where(whole > 0.0, whole, 1.0)[None, :]
     place = (run * width + program) * GROUP + at_q
@@ -225,12 +239,11 @@ def finish(
 
 @triton.jit
 def _rows(
-    keys, values, chosen, listed, query, scale, top, total, sums, SEGMENT: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, TILE_K: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, TILE_V: tl.constexpr,
+    keys, values, chosen, listed, query, scale, top, whole, sums, SEGMENT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TILE_N: tl.constexpr, TILE_Q: tl.constexpr, TILE_D: tl.constexpr, TILE_V: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Take the rows of listed clusters up."""
-    at_k = tl.arange(0, TILE_K)
     at_n = tl.arange(0, TILE_N)
     at_d = tl.arange(0, TILE_D)
     at_v = tl.arange(0, TILE_V)
@@ -238,22 +251,20 @@ def _rows(
     real_v = at_v < VALUE_DIM
     if WIDEN:
         query = query.to(tl.float32)
-    for base in tl.range(0, listed, TILE_K, num_stages=1):
-        # the clusters of so many places at once, so that no load of rows waits for one of where they are
-        clusters = tl.load(chosen + base + at_k, mask=base + at_k < listed, other=0)
-        rows = (tl.minimum(listed, base + TILE_K) - base) * SEGMENT
-        for at in tl.range(0, rows, TILE_N, num_stages=STAGES):
-            row = at + at_n
-            real = row < rows
-            which = row // SEGMENT
-            cluster = tl.sum(tl.where(which[:, None] == at_k[None, :], clusters[None, :], 0), 1)
-            # offsets within a run fit int32, which halves the registers of addresses
-            row = (cluster - which) * SEGMENT + row
-            key = tl.load(
-                keys + row[:, None] * HEAD_DIM + at_d[None, :], mask=real[:, None] & real_d[None, :], other=0.0
-            )  # fmt: skip
-            value = tl.load(
-                values + row[None, :] * VALUE_DIM + at_v[:, None], mask=real[None, :] & real_v[:, None], other=0.0
-            )
-            top, total, sums = take(key, value, query, real, scale, top, total, sums, PRECISION, WIDEN)
-    return top, total, sums
+    rows = listed * SEGMENT
+    # place by place, so that threads need not meet before the end
+    total = tl.where((at_n == 0)[:, None], whole[None, :], tl.zeros([TILE_N, TILE_Q], tl.float32))
+    # where rows are is known a tile ahead, so that no load of rows waits for it
+    comes = tl.load(chosen + at_n // SEGMENT, mask=at_n < rows, other=0)
+    for at in tl.range(0, rows, TILE_N, num_stages=STAGES):
+        row = at + at_n
+        real = row < rows
+        # offsets within a run fit int32, which halves the registers of addresses
+        place = comes * SEGMENT + row % SEGMENT
+        comes = tl.load(chosen + (row + TILE_N) // SEGMENT, mask=row + TILE_N < rows, other=0)
+        key = tl.load(keys + place[:, None] * HEAD_DIM + at_d[None, :], mask=real[:, None] & real_d[None, :], other=0.0)
+        value = tl.load(
+            values + place[None, :] * VALUE_DIM + at_v[:, None], mask=real[None, :] & real_v[:, None], other=0.0
+        )
+        top, total, sums = take(key, value, query, real, scale, top, total, sums, PRECISION, WIDEN)
+    return top, tl.sum(total, 0), sums

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-CHUNK = 32
-"""Chosen clusters whose places a program looks up at once."""
+CHUNK = 512
+"""Clusters whose places in the list of the chosen a program finds at once."""
 BLOCK = 4
 """Consecutive clusters that belong to one program."""
 

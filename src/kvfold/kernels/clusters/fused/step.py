@@ -84,6 +84,7 @@ class Launches:
             # the interpreter multiplies the bit patterns of bfloat16
             "WIDEN": triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,
         }
+        self._is_cuda = q.device.type == "cuda" and torch.version.hip is None
         self._keys: dict[str, Any] = {"HEAD_DIM": head_dim, "TILE_D": triton.next_power_of_2(head_dim)}
 
     def score(self) -> None:
@@ -121,6 +122,8 @@ class Launches:
             TILE_N=cut.tail_tile,
             FORM=form,
             HAS_STEPS="mean_key_steps" in kept,
+            FILLS=self.room >= cut.score_tile,
+            PACKS=self._is_cuda,
             APPENDS=self.new is not None,
             KNOWS_LONGEST=self._knows_longest,
             **self._sizes,
@@ -163,12 +166,10 @@ class Launches:
             cut.score_splits,
             cut.tail_splits,
             TILE=cut.mean_tile,
-            TILE_K=CHUNK,
+            TILE_F=min(power(self.own_room), CHUNK),
             TILE_N=cut.row_tile,
             TILE_H=power(held.starts.shape[1]),
-            TILE_S=power(cut.score_splits),
-            TILE_T=power(cut.tail_splits),
-            TILE_L=power(cut.score_splits + cut.tail_splits),
+            TILE_S=power(cut.score_splits + cut.tail_splits),
             STAGES=cut.mean_stages,
             ROW_STAGES=cut.row_stages,
             DTYPE=_DTYPES[self.q.dtype],
