@@ -81,7 +81,7 @@ def settings_for(
         score_splits=max(1, min(64, scorers, most)),
         score_tile=tile,
         score_warps=4,
-        score_stages=2 if wide else 3,
+        score_stages=2,
         tail_splits=tail_splits,
         tail_tile=tail_tile,
         # with fewer clusters each, more time goes into joining parts than is won
