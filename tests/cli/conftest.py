@@ -1,4 +1,4 @@
-"""A tiny random Llama with a byte tokenizer, saved to a folder as a user would have it."""
+"""Tiny random models with tokenizers of bytes or of words, saved to folders as a user would have them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -53,6 +54,25 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def words(count: int, seed: int = 3) -> str:
+    """A prompt for :func:`save_words`."""
+    return " ".join(f"w{int(n)}" for n in tiny.ids(count, seed=seed)[0])
+
+
+def save_words(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """Save a model whose answers do not repeat themselves, with one word per token: equal words are equal tokens."""
+    core = Tokenizer(models.WordLevel({f"w{n}": n for n in range(tiny.VOCAB)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)
+    tiny.build(family, **changes).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def words_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_words(tmp_path_factory.mktemp("words"))
 
 
 Invoke = Callable[..., Result]

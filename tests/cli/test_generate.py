@@ -3,9 +3,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from tests.helpers import policies
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .conftest import CONTEXT, Invoke, last_json, refused
+import kvfold
+from kvfold.hf.compat import cache_kwarg
+
+from .conftest import CONTEXT, Invoke, last_json, refused, words
 
 TEXT = "The lighthouse keeper counted ships. " * 6
 POLICY = "manifoldkv(keep=0.5, sink_tokens=2, recent_tokens=4)"
@@ -33,8 +38,6 @@ def test_json_is_the_last_line_and_bytes_are_less(invoke: Invoke, model_dir: Pat
 
 
 def test_text_is_that_of_stock_generate(invoke: Invoke, model_dir: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     ids = tokenizer(TEXT, return_tensors="pt")
@@ -60,6 +63,39 @@ def test_question_is_not_seen_by_the_policy(invoke: Invoke, model_dir: Path) -> 
     document = last_json(invoke("generate", model_dir, "--prompt", TEXT, *options))
     assert not document["query_aware"]
     assert document["chat_template"]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.text("snapkv", 0.3, allocator="ada(safeguard=0.25)"),
+        policies.text("knorm", 0.4, chunk=16),
+        policies.text("knorm", 0.4, every=8),
+        policies.RETRIEVERS[0],
+    ],
+)
+def test_the_policy_acts_when_the_prompt_has_ended_as_in_attach(invoke: Invoke, words_dir: Path, policy: str) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(words_dir), AutoModelForCausalLM.from_pretrained(words_dir)
+    ids = tokenizer(words(150), return_tensors="pt")
+    with kvfold.attach(model, policy):
+        found = model.generate(**ids, max_new_tokens=30, do_sample=False)[0, 150:]
+    options = ("--policy", policy, "--max-new-tokens", 30, "--chunk-size", 64, "--no-engine", "--json")
+    document = last_json(invoke("generate", words_dir, "--prompt", words(150), *options))
+    assert document["text"] == tokenizer.decode(found)
+
+
+@pytest.mark.parametrize("question", ["w5", "w5 w6 w7"])
+def test_a_question_is_fed_to_what_was_kept(invoke: Invoke, words_dir: Path, question: str) -> None:
+    policy = policies.text("snapkv", 0.3)
+    tokenizer, model = AutoTokenizer.from_pretrained(words_dir), AutoModelForCausalLM.from_pretrained(words_dir)
+    context, asked = (tokenizer(text, return_tensors="pt").input_ids for text in (words(150), question))
+    cache = kvfold.Cache(model, policy).prefill(context)
+    ids, mask = torch.cat((context, asked), 1), torch.ones(1, 150 + asked.shape[1], dtype=torch.long)
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False, **{cache_kwarg(): cache})
+    options = ("--policy", policy, "--question", question, "--max-new-tokens", 30, "--json")
+    document = last_json(invoke("generate", words_dir, "--prompt", words(150), *options))
+    assert document["text"] == tokenizer.decode(found[0, ids.shape[1] :])
+    assert document["fed_tokens"] == ids.shape[1]
 
 
 def test_sampling_follows_the_seed(invoke: Invoke, model_dir: Path) -> None:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvfold.cli._answer import Streamer
 from kvfold.cli._console import seconds, size
 from kvfold.cli._prompt import build_prompt, first_turn, next_turn
-from kvfold.cli._session import Streamer
 
 from .conftest import byte_tokenizer
 
@@ -36,17 +36,24 @@ def test_turns_join_to_what_the_template_says() -> None:
 
 
 def test_streamer_holds_back_half_a_character() -> None:
-    import torch
-
     tokenizer, pieces = byte_tokenizer(), []
     streamer = Streamer(tokenizer, pieces.append)
-    streamer.put(torch.tensor([[1, 2, 3]]))
     for token in tokenizer("aé€b")["input_ids"]:
-        streamer.put(torch.tensor([token]))
+        streamer.put(token)
     streamer.end()
     assert pieces == ["a", "é", "€", "b"]
     assert streamer.text == "aé€b"
     assert len(streamer.times) == len(streamer.tokens) == 7
+
+
+def test_what_ends_an_answer_is_no_part_of_its_text() -> None:
+    tokenizer, pieces = byte_tokenizer(), []
+    first, second = tokenizer("ab")["input_ids"]
+    streamer = Streamer(tokenizer, pieces.append, {second})
+    for token in (first, second):
+        streamer.put(token)
+    streamer.end()
+    assert (streamer.text, streamer.tokens) == ("a", [first, second])
 
 
 @pytest.mark.parametrize(

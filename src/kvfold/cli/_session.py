@@ -4,93 +4,17 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from kvfold.cli._answer import Answer, Settings, Streamer, Write, drawn_from
 from kvfold.cli._console import OnProgress
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvfold.core.policy import Policy
     from kvfold.hf.load import Model, Tokenizer
-
-Write = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How answers are made.
-
-    Attributes:
-        max_new_tokens: Upper bound on the tokens of an answer.
-        chunk_size: Prompt tokens per forward pass.
-        temperature: 0 takes the likeliest token; above, tokens are sampled.
-        seed: Seed of the sampling.
-    """
-
-    max_new_tokens: int
-    chunk_size: int
-    temperature: float
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What came out, and when.
-
-    Attributes:
-        text: The words.
-        fed_tokens: Tokens that were fed for it.
-        new_tokens: Tokens generated, the one that ends the answer included.
-        ttft: Seconds from the first fed token to the first generated one.
-        tpot: Seconds per generated token after the first; ``None`` if there is only one.
-    """
-
-    text: str
-    fed_tokens: int
-    new_tokens: int
-    ttft: float
-    tpot: float | None
-
-
-@dataclass(slots=True)
-class Streamer:
-    """Turns generated tokens into text as they come; ``generate`` calls :meth:`put` and :meth:`end`."""
-
-    tokenizer: Tokenizer
-    write: Write
-    tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    text: str = ""
-    _shown: int = 0
-    _anchor: int = 0
-    _saw_prompt: bool = False
-
-    def put(self, value: Any) -> None:
-        """Take the prompt (the first call) or the next token."""
-        if not self._saw_prompt:
-            self._saw_prompt = True
-            return
-        self.times.append(time.perf_counter())
-        self.tokens.extend(value.flatten().tolist())
-        before = self._decode(self.tokens[self._anchor : self._shown])
-        now = self._decode(self.tokens[self._anchor :])
-        if len(now) > len(before) and not now.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._anchor, self._shown = self._shown, len(self.tokens)
-            self._emit(now[len(before) :])
-
-    def end(self) -> None:
-        """Write what was held back because a character was not complete."""
-        before = self._decode(self.tokens[self._anchor : self._shown])
-        self._emit(self._decode(self.tokens[self._anchor :])[len(before) :])
-
-    def _emit(self, text: str) -> None:
-        if text:
-            self.text += text
-            self.write(text)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class Session:
@@ -105,11 +29,29 @@ class Session:
         self.cache = Cache(model, policy)
         self.pending: list[int] = []
         self.ended = True
+        self._said: list[int] = []
+        self._is_warm = False
 
     @property
     def seen_tokens(self) -> int:
         """Tokens that the cache has ever taken in."""
         return int(self.cache.seen_tokens[0]) if self.cache.seen_tokens else 0
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the cache measures of itself, and that no engine was used."""
+        without = dict.fromkeys(("engine", "compile", "is_captured"), False)
+        return {**self.cache.stats().as_dict(), **without, "warmed_up": self._is_warm}
+
+    def warm_up(self, ids: list[int]) -> None:
+        """Read some tokens and forget them, so that what comes next does not pay for being the first."""
+        from kvfold import Cache
+
+        Cache(self.model).prefill(self._tensor(ids[: self.settings.chunk_size]))
+        self._is_warm = True
+
+    def close(self) -> None:
+        """Let go of what the cache holds."""
+        self.reset()
 
     def reset(self) -> None:
         """Begin again with an empty cache."""
@@ -119,24 +61,31 @@ class Session:
 
     def adopt(self, cache: Any) -> None:
         """Go on from another cache whose last answer is complete."""
-        self.cache, self.pending, self.ended = cache, [], True
+        self.cache, self.pending, self.ended, self._said = cache, [], True, []
 
-    def feed(self, ids: list[int], progress: OnProgress | None = None) -> None:
-        """Read tokens into the cache, in chunks; the policy compresses as it says.
+    def feed(self, ids: list[int], progress: OnProgress | None = None) -> Tensor | None:
+        """Read tokens into the cache as one prompt, in chunks; the policy compresses as it says.
 
         Args:
             ids: The tokens; none is fine.
             progress: Called with (done, total).
+
+        Returns:
+            Logits of the last token, ``[1, vocabulary]``; ``None`` if there was none.
         """
-        if ids:
-            self.cache.prefill(self._tensor(ids), chunk_size=self.settings.chunk_size, progress=progress)
+        from kvfold.hf.prefill import prefill
+
+        if not ids:
+            return None
+        self._said += ids
+        return prefill(self.cache, self._tensor(ids), None, self.settings.chunk_size, progress, None)
 
     def answer(self, context: list[int], question: list[int], write: Write, progress: OnProgress | None) -> Answer:
         """Read a context, feed a question, generate.
 
         Args:
-            context: Tokens for the cache; may be empty.
-            question: Tokens fed after compression; at least one.
+            context: Tokens for the cache, after which it is compressed; may be empty.
+            question: Tokens fed after compression; may be empty if the context is not.
             write: Gets the text of the answer as it comes.
             progress: Called with (done, total) while the context is read.
 
@@ -148,30 +97,28 @@ class Session:
         """
         import torch
 
-        from kvfold.hf.compat import cache_kwarg
         from kvfold.hf.load import check_context
+        from kvfold.hf.prefill import forward
 
         fed = [*self.pending, *context, *question]
         check_context(self.model, self.seen_tokens + len(fed), self.settings.max_new_tokens)
-        streamer = Streamer(self.tokenizer, write)
+        streamer = Streamer(self.tokenizer, write, self.stop_ids)
+        is_cuda = self.model.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.model.device)
         start = time.perf_counter()
-        self.feed([*self.pending, *context], progress)
-        before = self.seen_tokens
+        logits = self.feed([*self.pending, *context], progress)
+        if question:
+            self._said += question
+            with torch.no_grad():
+                logits = forward(self.cache, self._tensor(question))
         torch.manual_seed(self.settings.seed)
-        # Only the new tokens go in; a mask over everything seen tells generate so.
-        mask = torch.ones(1, before + len(question), dtype=torch.long, device=self.model.device)
-        generate: Any = self.model.generate  # torch types the attributes of a module as Tensor | Module
-        generate(
-            input_ids=self._tensor(question),
-            attention_mask=mask,
-            generation_config=self._generation_config(),
-            streamer=streamer,
-            **{cache_kwarg(): self.cache},
-        )
+        self._decode(logits, streamer)
+        streamer.end()
+        self._said += streamer.tokens[:-1]
         # The last token is known but was not fed: it goes in front of the next turn.
-        everything = [*question, *streamer.tokens]
-        self.pending = everything[self.seen_tokens - before :]
-        self.ended = bool(streamer.tokens) and streamer.tokens[-1] in self.stop_ids
+        self.pending = streamer.tokens[-1:]
+        self.ended = bool(self.pending) and self.pending[0] in self.stop_ids
         times = streamer.times
         return Answer(
             text=streamer.text,
@@ -179,7 +126,36 @@ class Session:
             new_tokens=len(streamer.tokens),
             ttft=times[0] - start,
             tpot=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+            peak_nbytes=torch.cuda.max_memory_allocated(self.model.device) if is_cuda else None,
         )
+
+    def _decode(self, logits: Any, streamer: Streamer) -> None:
+        """Choose tokens as ``generate`` does, beginning with what the prompt's last token says comes next."""
+        import torch
+
+        from kvfold.hf.prefill import forward
+
+        def decode(
+            model: Any, ids: Tensor, *, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **_: Any
+        ) -> Tensor:
+            found = logits
+            # Mixtures of experts decode faster in another form than the one that reads prompts.
+            with getattr(model, "_optimize_model_for_decode", nullcontext)():
+                while True:
+                    scores = logits_processor(ids, found.float())
+                    is_drawn = generation_config.do_sample
+                    token = torch.multinomial(scores.softmax(-1), 1) if is_drawn else scores.argmax(-1, keepdim=True)
+                    streamer.put(int(token))
+                    ids = torch.cat((ids, token), dim=-1)
+                    if stopping_criteria(ids, None).all():
+                        return ids
+                    found = forward(self.cache, token)
+
+        # What a model's authors wish for, such as a repetition penalty, is of all that was said.
+        ids = self._tensor(self._said)
+        generate: Any = self.model.generate  # torch types the attributes of a module as Tensor | Module
+        config = self._generation_config()
+        generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, custom_generate=decode)
 
     def _tensor(self, ids: list[int]) -> Any:
         import torch
@@ -189,9 +165,14 @@ class Session:
     def _generation_config(self) -> Any:
         config = copy.deepcopy(self.model.generation_config)
         config.max_new_tokens, config.max_length = self.settings.max_new_tokens, None
+        config.num_beams = config.num_return_sequences = 1
+        # Tokens are fed to our cache, not by transformers to one of its own.
+        config.use_cache, config.cache_implementation = False, None
+        config.eos_token_id = sorted(self.stop_ids) or None
         config.do_sample = self.settings.temperature > 0
         if config.do_sample:
             config.temperature = self.settings.temperature
+            config.top_p, config.top_k = drawn_from(config)
         else:
             config.temperature = config.top_p = config.top_k = None
         if config.pad_token_id is None and self.stop_ids:

@@ -11,7 +11,8 @@ from kvfold.cli._console import note, progress_bar, seconds, size, stderr
 from kvfold.core.errors import ConfigError, KvfoldError
 
 if TYPE_CHECKING:
-    from kvfold.cli._session import Answer, Session
+    from kvfold.cli._answer import Answer
+    from kvfold.cli._session import Session
 
 HELP = """\
 /stats       what the cache holds
@@ -44,8 +45,9 @@ def command(
       printf 'Hello!\n/stats\n/save talk.kv\n' | kvfold chat MODEL
     """
     import kvfold
+    from kvfold.cli._answer import Settings
     from kvfold.cli._prompt import next_turn, use_template
-    from kvfold.cli._session import Session, Settings
+    from kvfold.cli._session import Session
     from kvfold.hf.load import load_model
 
     chosen = kvfold.policy(policy)

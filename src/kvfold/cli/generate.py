@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +12,13 @@ import typer
 
 from kvfold.cli import _options
 from kvfold.cli._console import note, print_json, progress_bar, seconds, size, stderr
+from kvfold.core.errors import KvfoldError
 
 if TYPE_CHECKING:
+    from kvfold.cli._engine import EngineSession
     from kvfold.cli._prompt import Prompt
-    from kvfold.cli._session import Answer, Session
+    from kvfold.cli._session import Session
+    from kvfold.core.policy import Policy
 
 
 def command(
@@ -36,6 +39,16 @@ def command(
         bool | None,
         typer.Option("--chat-template/--raw", help="Use the model's chat template (default: if it has one)."),
     ] = None,
+    engine: Annotated[
+        bool | None,
+        typer.Option(
+            "--engine/--no-engine",
+            help="Decode with kvfold.Engine: a CUDA graph per step (default: on a GPU, without --question).",
+        ),
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the engine's step, which takes a minute or more.")
+    ] = False,
     compare_dense: Annotated[bool, typer.Option("--compare-dense", help="Run again without compression.")] = False,
     allow_download: _options.AllowDownload = False,
     json: _options.Json = False,
@@ -46,31 +59,43 @@ def command(
 
       kvfold generate MODEL --file report.txt --question "Who signed it?" --policy 'manifoldkv(keep=0.25)'
 
+      kvfold generate MODEL --file report.txt --policy 'snapkv(keep=0.25)' --engine --max-new-tokens 500
+
       cat log.txt | kvfold generate MODEL --policy 'snapkv(keep=1024)' --compare-dense
 
       kvfold generate model.gguf --prompt "Once upon a time" --raw --max-new-tokens 100 --json
     """
     import kvfold
+    from kvfold.cli._answer import Settings
+    from kvfold.cli._engine import EngineSession, check_options, decide
     from kvfold.cli._prompt import build_prompt, check_question, read_text, use_template
-    from kvfold.cli._session import Session, Settings
+    from kvfold.cli._session import Session
     from kvfold.hf.load import check_context, load_model
 
     chosen = kvfold.policy(policy)
     check_question(question)
+    check_options(engine, compile=compile, question=question)
     text = read_text(prompt, file)
     note(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
+    by_engine = decide(engine, compile=compile, question=question, device=loaded.device.type)
     chat = use_template(tokenizer, chat_template)
     ids = build_prompt(tokenizer, text, question, chat=chat)
     check_context(loaded, len(ids.context) + len(ids.question), max_new_tokens)
     settings = Settings(max_new_tokens=max_new_tokens, chunk_size=chunk_size, temperature=temperature, seed=seed)
-    session = Session(loaded, tokenizer, chosen, settings)
+
+    def run(policy: Policy, *, quiet: bool) -> dict[str, Any]:
+        session: Session | EngineSession
+        if by_engine:
+            session = EngineSession(loaded, tokenizer, policy, settings, compile=compile)
+        else:
+            session = Session(loaded, tokenizer, policy, settings)
+        # Neither of two runs that are compared should pay for being the first.
+        return _run(session, ids, quiet=quiet, warm=compare_dense)
+
+    runs = [run(chosen, quiet=json)]
     if compare_dense:
-        # So that neither of the two runs that are compared pays for being the first.
-        Session(loaded, tokenizer, kvfold.policy("dense"), settings).feed(ids.context[:chunk_size])
-    runs = [_run(session, ids, quiet=json)]
-    if compare_dense:
-        runs.append(_run(Session(loaded, tokenizer, kvfold.policy("dense"), settings), ids, quiet=True))
+        runs.append(run(kvfold.policy("dense"), quiet=True))
     if json:
         document: dict[str, Any] = {
             "model": model,
@@ -83,20 +108,33 @@ def command(
         _show(runs, ids.query_aware)
 
 
-def _run(session: Session, ids: Prompt, *, quiet: bool) -> dict[str, Any]:
+def _run(session: Session | EngineSession, ids: Prompt, *, quiet: bool, warm: bool) -> dict[str, Any]:
+    """Answer, and return what was measured; the session is then at its end."""
+    written = False
+
     def write(text: str) -> None:
+        nonlocal written
         if not quiet:
+            written = True
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    with progress_bar("reading") as progress:
-        answer = session.answer(ids.context, ids.question, write, progress)
+    # A policy that sees the question sees all of it, as with an engine; else it is fed to what was kept.
+    context, question = ([*ids.context, *ids.question], []) if ids.query_aware else (ids.context, ids.question)
+    if warm:
+        session.warm_up(context)
+    try:
+        with progress_bar("reading") as progress:
+            answer = session.answer(context, question, write, progress)
+    except KvfoldError:
+        # What went wrong is told on a line of its own.
+        if written:
+            write("\n")
+        raise
     write("\n")
-    return _record(session, answer)
-
-
-def _record(session: Session, answer: Answer) -> dict[str, Any]:
-    return {**session.cache.stats().as_dict(), **asdict(answer)}
+    record = {**session.stats(), **asdict(answer)}
+    session.close()
+    return record
 
 
 def _show(runs: list[dict[str, Any]], query_aware: bool) -> None:
@@ -106,19 +144,42 @@ def _show(runs: list[dict[str, Any]], query_aware: bool) -> None:
     for run in runs:
         table.add_column(run["policy"], justify="right", overflow="fold")
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
+        "decoded by": _decoded_by,
         "KV held": lambda run: size(run["nbytes"]),
         "KV of a dense cache": lambda run: size(run["dense_nbytes"]),
         "saved": lambda run: f"{run['compression_ratio']:.1%}",
+        "rows read": lambda run: _or_dash(run["rows_read"], "{:.1%}".format),
+        "peak on the GPU": lambda run: _or_dash(run["peak_nbytes"], size),
         "time to first token": lambda run: seconds(run["ttft"]),
         "time per token": lambda run: seconds(run["tpot"]),
         "tokens in, out": lambda run: f"{run['fed_tokens']}, {run['new_tokens']}",
     }
     for name, show in rows.items():
-        table.add_row(name, *map(show, runs))
-    passed = runs[0]["passed_layers"]
-    if passed and runs[0]["compressed_layers"]:
-        table.caption = f"layers {', '.join(map(str, passed))} are kept as they are: the policy cannot act on them"
+        shown = [show(run) for run in runs]
+        if any(text != "-" for text in shown):
+            table.add_row(name, *shown)
+    table.caption = "; ".join(_remarks(runs[0], query_aware))
     stderr().print(table)
     for run in runs[1:]:
         stderr().print(f"[dim]{run['policy']} answered:[/dim] ", end="")
         stderr().print(run["text"], markup=False)
+
+
+def _decoded_by(run: dict[str, Any]) -> str:
+    if not run["engine"]:
+        return "no engine"
+    return f"engine{', CUDA graphs' if run['is_captured'] else ''}{', compiled' if run['compile'] else ''}"
+
+
+def _or_dash(value: Any, show: Callable[[Any], str]) -> str:
+    return "-" if value is None else show(value)
+
+
+def _remarks(run: dict[str, Any], query_aware: bool) -> Iterator[str]:
+    passed = run["passed_layers"]
+    if passed and run["compressed_layers"]:
+        yield f"layers {', '.join(map(str, passed))} are kept as they are: the policy cannot act on them"
+    if not query_aware:
+        yield "a question is fed to what was kept, which an engine does not do"
+    if (run["is_captured"] or run["compile"]) and not run["warmed_up"]:
+        yield "time per token holds the making of the step, which --compare-dense does beforehand"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from kvfold.hf.models import ModelFacts
 
 BACKEND = "inductor"
 """What ``torch.compile`` makes of the step; without graphs of its own, as the step is captured whole."""
-_TUNED = {"coordinate_descent_tuning": True}
+_TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 """Of inductor: a product of one row with weights is then code of its own, which reads them faster than libraries do."""
 _numbers = itertools.count()
 _known: weakref.WeakValueDictionary[int, Opaque] = weakref.WeakValueDictionary()
