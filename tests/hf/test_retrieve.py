@@ -177,13 +177,6 @@ def test_stats_count_what_was_read() -> None:
     assert stats.bytes_read == pytest.approx(read / (128 * row))
 
 
-def test_first_layers_may_read_everything() -> None:
-    cache = kvfold.Cache(tiny.ours(), "refinekv(cluster=4, tau=1e9, dense_layers=1)").prefill(tiny.ids(63))
-    caches.decode(cache, tiny.ids(1, seed=1))
-    # layer 0 reads all 64 rows; layer 1: 15 means and the 4 rows behind them
-    assert cache.stats().rows_read == pytest.approx((64 + 15 + 4) / 128)
-
-
 def test_bytes_read_count_layers_that_are_passed_through() -> None:
     policy = Policy(retriever_name="nearest", retriever=Nearest(share=0.0, segment=4, means=False))
     cache = kvfold.Cache(tiny.ours("gemma3"), policy).prefill(tiny.ids(63))

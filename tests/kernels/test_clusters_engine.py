@@ -24,7 +24,6 @@ NEW = 3
     ("policy", "family"),
     [
         ("refinekv(cluster=4, tau=0.05)", "llama"),
-        ("refinekv(cluster=4, tau=0.05, dense_layers=1)", "llama"),
         ("snapkv(keep=0.5, obs_window=4, allocator=ada) + refinekv(cluster=4, tau=0.2)", "llama"),
         ("refinekv(cluster=4, tau=0.1, gqa=mean, tau_mode=absolute, value_bound=radius, summary=radius)", "gpt_oss"),
     ],

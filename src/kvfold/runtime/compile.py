@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,6 @@ from kvfold.hf.models import ModelFacts
 
 BACKEND = "inductor"
 """What ``torch.compile`` makes of the step; without graphs of its own, as the step is captured whole."""
-_TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
-"""Of inductor: a product of one row with weights is then code of its own, which reads them faster than libraries do."""
 _numbers = itertools.count()
 _known: weakref.WeakValueDictionary[int, Opaque] = weakref.WeakValueDictionary()
 
@@ -107,8 +104,7 @@ class CompiledStep:
 
         # code of its own: compilers count how often one piece of code was compiled, and give up
         step.__code__ = step.__code__.replace(co_name=f"step_{next(_numbers)}")
-        options = _TUNED if BACKEND == "inductor" and model.device.type == "cuda" else None
-        self._call = torch.compile(step, backend=BACKEND, dynamic=False, fullgraph=True, options=options)
+        self._call = torch.compile(step, backend=BACKEND, dynamic=False, fullgraph=True)
         self._name, self._expected, self._is_checked = type(model).__name__, int(facts.config.num_hidden_layers), False
 
     def use(self, layers: dict[int, Attends]) -> None:

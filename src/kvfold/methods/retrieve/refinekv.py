@@ -37,8 +37,8 @@ class RefineKV(Retriever):
         always does, allows for means that were rounded, and holds; it is loose: on keys of models it is often no
         less than twice the longest value, and sound and epsilon read nearly all. A budget (read) counts rows read
         exactly; means and the newest rows, which are in no cluster yet, come on top. epsilon, read, fanout,
-        dense_layers, value_bound, precision and means are not of the source. Attention sinks of a model count as mass
-        with values of zero.
+        value_bound, precision and means are not of the source. Attention sinks of a model count as mass with values of
+        zero.
 
     Attributes:
         cluster: Consecutive rows of a cluster, 2 to 256, default 16.
@@ -62,7 +62,6 @@ class RefineKV(Retriever):
         read: If given instead of tau: rows to read per step and KV head, the riskiest first; a fraction, rows or bytes.
         fanout: If given, clusters of this many clusters are looked at first, and their parts only where the risk of the
             whole is too large; 2 to 256. Wide means see less: the error is larger than without at the same tau.
-        dense_layers: First layers that read everything, default 0 as published.
     """
 
     cluster: int = 16
@@ -77,14 +76,12 @@ class RefineKV(Retriever):
     epsilon: float | None = None
     read: Budget | float | int | str | None = None
     fanout: int | None = None
-    dense_layers: int = 0
 
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_whole("cluster", self.cluster, 2, "give e.g. 16", most=256)
         if self.fanout is not None:
             check_whole("fanout", self.fanout, 2, "give e.g. 16", most=256)
-        check_whole("dense_layers", self.dense_layers, 0, "give a number of layers, e.g. 2")
         check_choice("summary", self.summary, ("box", "radius", "minmax"), "leave it out for box")
         check_choice("precision", self.precision, ("int8", "half"), "leave it out for int8")
         check_choice("means", self.means, ("half", "int8"), "leave it out for half")
