@@ -91,7 +91,8 @@ def test_a_question_is_fed_to_what_was_kept(invoke: Invoke, words_dir: Path, que
     context, asked = (tokenizer(text, return_tensors="pt").input_ids for text in (words(150), question))
     cache = kvfold.Cache(model, policy).prefill(context)
     ids, mask = torch.cat((context, asked), 1), torch.ones(1, 150 + asked.shape[1], dtype=torch.long)
-    found = model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False, **{cache_kwarg(): cache})
+    with cache.hold():  # the question is no prompt of its own after which the policy acts
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False, **{cache_kwarg(): cache})
     options = ("--policy", policy, "--question", question, "--max-new-tokens", 30, "--json")
     document = last_json(invoke("generate", words_dir, "--prompt", words(150), *options))
     assert document["text"] == tokenizer.decode(found[0, ids.shape[1] :])

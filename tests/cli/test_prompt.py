@@ -20,9 +20,9 @@ def test_question_is_the_tail_and_nothing_is_lost(chat: bool) -> None:
     assert not prompt.query_aware
 
 
-def test_without_a_question_the_last_token_is_fed_alone() -> None:
+def test_without_a_question_all_is_context() -> None:
     prompt = build_prompt(byte_tokenizer(), "abc", None, chat=False)
-    assert (len(prompt.context), len(prompt.question)) == (2, 1)
+    assert (len(prompt.context), prompt.question) == (3, [])
     assert prompt.query_aware
 
 

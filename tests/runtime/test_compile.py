@@ -44,3 +44,12 @@ def test_calls_of_other_sizes_compile_nothing_anew() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (20, 300, 1000):
             assert made.generate(prompts(length)[0], 8)[0].ids == answer("llama", "dense", length, 8)
+
+
+def test_compiling_is_told_apart() -> None:
+    made = engine(compile=True)
+    made.generate(prompts(60)[0], NEW)
+    first = made.stats()
+    assert first.warm_up_s > first.tpot > 0
+    made.generate(prompts(60)[0], NEW)
+    assert made.stats().warm_up_s == 0

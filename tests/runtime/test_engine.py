@@ -51,6 +51,7 @@ def test_a_prompt_too_short_to_fit_anything_to_is_read_whole() -> None:
     whole, by_query = made.generate(prompts(37, 100), NEW)
     assert whole.ids == answer("llama", "dense", 37)
     assert by_query.ids == answer("llama", policy, 100) != answer("llama", "dense", 100)
+    assert made.stats().reads_whole == (True, False)
 
 
 @pytest.mark.parametrize("policy", policies.READERS)
@@ -196,6 +197,9 @@ def test_stats() -> None:
     assert (stats.batch, stats.prompt_tokens, stats.new_tokens) == (3, LENGTHS, (NEW,) * 3)
     assert stats.ttft > 0
     assert stats.tpot > 0
+    assert stats.warm_up_s == 0
+    assert stats.question_tokens == (0, 0, 0)
+    assert stats.reads_whole == (False,) * 3
     assert (stats.peak_nbytes, stats.rows_read, stats.is_captured) == (None, None, False)
     # 2 layers of 2 KV heads with 16 + 16 numbers of 4 bytes a row
     assert stats.dense_nbytes == 2 * 2 * 32 * 4 * sum(length + NEW - 1 for length in LENGTHS)

@@ -144,6 +144,34 @@ def test_warm_up_captures_what_a_call_needs(model_of: Any) -> None:
     assert engine.stats().rows_read < 1
 
 
+def test_the_making_of_steps_is_told_apart(model_of: Any) -> None:
+    engine = made(model_of(), policies.RETRIEVERS[1])
+    for is_new in (True, False):
+        engine.generate(prompts(120, 137, 200), NEW)
+        stats = engine.stats()
+        assert (stats.warm_up_s > 0) is is_new
+        assert 0 < stats.tpot < 0.1
+    warm = made(model_of()).warm_up([200], NEW)
+    warm.generate(prompts(200), NEW)
+    assert warm.stats().warm_up_s == 0
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("policy", ["dense", UNIFORM, RAGGED, *policies.READERS])
+def test_questions(model_of: Any, policy: str, graph: bool) -> None:
+    # k-means has ties, which fall as rounding says: these lengths have none
+    model, lengths, asked = model_of(), (120, 137, 190), (7, 1, 0)
+    questions = [tiny.ids(count, seed=1000 + count) if count else None for count in asked]
+    found = made(model, policy, graph=graph).generate(prompts(*lengths), NEW, questions=questions)
+    for prompt, question, result in zip(prompts(*lengths), questions, found, strict=True):
+        ids = prompt if question is None else torch.cat((prompt, question), 1)
+        cache = kvfold.Cache(model, policy)
+        if question is not None:
+            cache.prefill(prompt)
+        wanted = model.generate(ids.cuda(), max_new_tokens=NEW, do_sample=False, **{cache_kwarg(): cache})
+        assert list(result.ids) == wanted[0, ids.shape[1] :].tolist()
+
+
 def test_seeds(model_of: Any) -> None:
     found = [made(model_of(), seed=3).generate(prompts(), NEW, **SAMPLED) for _ in range(2)]
     assert found[0] == found[1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from tests.helpers import policies
 from tests.runtime.helpers import LENGTHS, NEW, RAGGED, answer, engine, prompts
-from tests.runtime.recorded import record
+from tests.runtime.recorded import RecordedGraphs, record
 from tests.runtime.test_step import NO_NONZERO
 
 SAMPLED = {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
@@ -69,3 +70,27 @@ def test_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.generate(prompts(100)[0], new)[0].ids == answer("llama", "dense", 100, new)
     # the longer answer took more room, so what had been recorded was of no more use
     assert {key[1] for key in made._memory._programs} == {128, 512}
+
+
+@pytest.mark.parametrize("policy", ["dense", policies.RETRIEVERS[0]])
+def test_the_making_of_steps_is_told_apart(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, slow, captured = record(monkeypatch, engine(policy)), 0.5, RecordedGraphs.capture
+
+    def capture(graphs: RecordedGraphs, run: Any, what: str) -> Any:
+        time.sleep(slow)
+        return captured(graphs, run, what)
+
+    monkeypatch.setattr(RecordedGraphs, "capture", capture)
+    start = time.perf_counter()
+    made.generate(prompts(60)[0], NEW)
+    took, first = time.perf_counter() - start, made.stats()
+    assert first.warm_up_s >= slow * (1 if policy == "dense" else 2)
+    assert first.ttft < slow
+    # nothing is left out, and nothing is told twice
+    assert 0 < first.tpot * (NEW - 1) <= took - first.ttft - first.warm_up_s
+    made.generate(prompts(60)[0], NEW)
+    assert made.stats().warm_up_s == 0
+    made.release()
+    made.warm_up(60, NEW, batch=1)
+    made.generate(prompts(60)[0], NEW)
+    assert made.stats().warm_up_s == 0

@@ -22,7 +22,7 @@ class Prompt:
 
     Attributes:
         context: What is read into the cache and compressed.
-        question: What is fed afterwards, before the answer; never empty.
+        question: What is fed afterwards, before the answer; empty if nothing is asked apart from the context.
         query_aware: Whether the question was in the cache when the policy chose what stays.
     """
 
@@ -99,9 +99,8 @@ def use_template(tokenizer: Tokenizer, wanted: bool | None) -> bool:
 def build_prompt(tokenizer: Tokenizer, text: str, question: str | None, *, chat: bool) -> Prompt:
     """Tokenize a prompt, split where compression happens.
 
-    With a question, the text alone is compressed and the question is fed to the compressed cache (query
-    agnostic).
-    Without one, all of the text but its last token is compressed (query aware).
+    With a question, the text alone is compressed and the question is fed to what was kept (query agnostic); with it
+    goes what a chat template puts behind. Without one, all of the text is compressed (query aware).
 
     Args:
         tokenizer: The model's.
@@ -123,7 +122,7 @@ def build_prompt(tokenizer: Tokenizer, text: str, question: str | None, *, chat:
         ids = _tokenize(tokenizer, body, special=not chat)
         if not ids:
             raise ConfigError("the prompt must hold at least one token, got none; give more text")
-        return Prompt(ids[:-1], ids[-1:], query_aware=True)
+        return Prompt(ids, [], query_aware=True)
     split = body.rindex(question)
     context = _tokenize(tokenizer, body[:split], special=not chat)
     return Prompt(context, _tokenize(tokenizer, body[split:], special=False), query_aware=False)

@@ -39,14 +39,14 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """Return what the cache measures of itself, and that no engine was used."""
-        without = dict.fromkeys(("engine", "compile", "is_captured"), False)
+        without = dict.fromkeys(("engine", "compile", "is_captured", "reads_whole"), False)
         return {**self.cache.stats().as_dict(), **without, "warmed_up": self._is_warm}
 
-    def warm_up(self, ids: list[int]) -> None:
+    def warm_up(self, context: list[int], question: list[int]) -> None:
         """Read some tokens and forget them, so that what comes next does not pay for being the first."""
         from kvfold import Cache
 
-        Cache(self.model).prefill(self._tensor(ids[: self.settings.chunk_size]))
+        Cache(self.model).prefill(self._tensor([*context, *question][: self.settings.chunk_size]))
         self._is_warm = True
 
     def close(self) -> None:
@@ -110,7 +110,8 @@ class Session:
         logits = self.feed([*self.pending, *context], progress)
         if question:
             self._said += question
-            with torch.no_grad():
+            # held, so that the question is not taken for a prompt of its own after which the policy acts
+            with torch.no_grad(), self.cache.hold():
                 logits = forward(self.cache, self._tensor(question))
         torch.manual_seed(self.settings.seed)
         self._decode(logits, streamer)
@@ -126,6 +127,7 @@ class Session:
             new_tokens=len(streamer.tokens),
             ttft=times[0] - start,
             tpot=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+            warm_up_s=0.0,
             peak_nbytes=torch.cuda.max_memory_allocated(self.model.device) if is_cuda else None,
         )
 

@@ -95,7 +95,7 @@ def _turn(session: Session, text: str) -> None:
         sys.stdout.flush()
 
     with progress_bar("reading") as progress:
-        answer = session.answer(ids[:-1], ids[-1:], write, progress)
+        answer = session.answer(ids, [], write, progress)
     write("\n")
     stderr().print(f"[dim]{_one_line(session, answer)}[/dim]", soft_wrap=True)
 

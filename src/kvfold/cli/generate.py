@@ -43,7 +43,7 @@ def command(
         bool | None,
         typer.Option(
             "--engine/--no-engine",
-            help="Decode with kvfold.Engine: a CUDA graph per step (default: on a GPU, without --question).",
+            help="Decode with kvfold.Engine: a CUDA graph per step (default: on a GPU).",
         ),
     ] = None,
     compile: Annotated[
@@ -74,11 +74,11 @@ def command(
 
     chosen = kvfold.policy(policy)
     check_question(question)
-    check_options(engine, compile=compile, question=question)
+    check_options(engine, compile=compile)
     text = read_text(prompt, file)
     note(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
-    by_engine = decide(engine, compile=compile, question=question, device=loaded.device.type)
+    by_engine = decide(engine, compile=compile, device=loaded.device.type)
     chat = use_template(tokenizer, chat_template)
     ids = build_prompt(tokenizer, text, question, chat=chat)
     check_context(loaded, len(ids.context) + len(ids.question), max_new_tokens)
@@ -119,13 +119,11 @@ def _run(session: Session | EngineSession, ids: Prompt, *, quiet: bool, warm: bo
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    # A policy that sees the question sees all of it, as with an engine; else it is fed to what was kept.
-    context, question = ([*ids.context, *ids.question], []) if ids.query_aware else (ids.context, ids.question)
     if warm:
-        session.warm_up(context)
+        session.warm_up(ids.context, ids.question)
     try:
         with progress_bar("reading") as progress:
-            answer = session.answer(context, question, write, progress)
+            answer = session.answer(ids.context, ids.question, write, progress)
     except KvfoldError:
         # What went wrong is told on a line of its own.
         if written:
@@ -152,13 +150,14 @@ def _show(runs: list[dict[str, Any]], query_aware: bool) -> None:
         "peak on the GPU": lambda run: _or_dash(run["peak_nbytes"], size),
         "time to first token": lambda run: seconds(run["ttft"]),
         "time per token": lambda run: seconds(run["tpot"]),
+        "making of the step": lambda run: seconds(run["warm_up_s"] or None),
         "tokens in, out": lambda run: f"{run['fed_tokens']}, {run['new_tokens']}",
     }
     for name, show in rows.items():
         shown = [show(run) for run in runs]
         if any(text != "-" for text in shown):
             table.add_row(name, *shown)
-    table.caption = "; ".join(_remarks(runs[0], query_aware))
+    table.caption = "; ".join(_remarks(runs[0]))
     stderr().print(table)
     for run in runs[1:]:
         stderr().print(f"[dim]{run['policy']} answered:[/dim] ", end="")
@@ -175,11 +174,9 @@ def _or_dash(value: Any, show: Callable[[Any], str]) -> str:
     return "-" if value is None else show(value)
 
 
-def _remarks(run: dict[str, Any], query_aware: bool) -> Iterator[str]:
+def _remarks(run: dict[str, Any]) -> Iterator[str]:
     passed = run["passed_layers"]
     if passed and run["compressed_layers"]:
         yield f"layers {', '.join(map(str, passed))} are kept as they are: the policy cannot act on them"
-    if not query_aware:
-        yield "a question is fed to what was kept, which an engine does not do"
-    if (run["is_captured"] or run["compile"]) and not run["warmed_up"]:
-        yield "time per token holds the making of the step, which --compare-dense does beforehand"
+    if run["reads_whole"]:
+        yield "too few rows for the method to fit anything to: an engine reads all of them until the answer ends"

@@ -40,11 +40,10 @@ class Timing:
         """A token of each sequence has come."""
         self.arrivals.append(time.perf_counter() - self.start)
 
-    @property
-    def tpot(self) -> float | None:
-        """Seconds per token after the first."""
+    def tpot(self, apart: float) -> float | None:
+        """Seconds per token after the first, without ``apart`` of them; ``None`` if there was none."""
         steps = len(self.arrivals) - 1
-        return (self.arrivals[-1] - self.arrivals[0]) / steps if steps else None
+        return (self.arrivals[-1] - self.arrivals[0] - apart) / steps if steps else None
 
 
 class Call:
@@ -52,6 +51,7 @@ class Call:
 
     Attributes:
         prompts: Token ids, ``[1, tokens]`` each.
+        questions: What is fed once a prompt was compressed, ``[1, tokens]`` or ``None`` each.
         start: When it began.
         is_closed: Whether another one may use the storage.
     """
@@ -66,13 +66,20 @@ class Call:
         generator: torch.Generator | None,
         progress: Progress | None,
         start: float,
+        questions: Sequence[Tensor | None] = (),
     ):
-        """Prepare a call; nothing is read before tokens are asked for."""
+        """Prepare a call; nothing is read before tokens are asked for. Questions are none, or one for each prompt."""
         self.prompts, self.start, self.is_closed = prompts, start, False
+        self.questions = list(questions) or [None] * len(prompts)
         self._memory, self._policy, self._settings = memory, policy, settings
         self._chunk_size, self._generator, self._progress = chunk_size, generator, progress
-        self._seen = [prompt.shape[1] for prompt in prompts]
+        self._parts = [
+            (prompt.shape[1], 0 if question is None else question.shape[1])
+            for prompt, question in zip(prompts, self.questions, strict=True)
+        ]
+        self._seen = [sum(parts) for parts in self._parts]
         self._program: Program | None = None
+        self._fits, self._made_before = [True] * len(prompts), 0.0
 
     def close(self) -> None:
         """End the call, and let go of what it ran."""
@@ -125,17 +132,21 @@ class Call:
         fed = [seen + max(0, count - 1) for seen, count in zip(self._seen, new_tokens, strict=True)]
         dense = sum(plan.row_nbytes * plan.kv_heads * plan.dense_rows(n) for plan in memory.plans for n in fed)
         is_cuda = memory.device.type == "cuda"
+        made = 0.0 if program is None else program.made_s - self._made_before
         return EngineStats(
             policy=str(self._policy),
             batch=len(self.prompts),
-            prompt_tokens=tuple(self._seen),
+            prompt_tokens=tuple(prompt for prompt, _ in self._parts),
+            question_tokens=tuple(question for _, question in self._parts),
             new_tokens=tuple(new_tokens),
             ttft=timing.arrivals[0],
-            tpot=timing.tpot,
+            tpot=timing.tpot(made),
+            warm_up_s=made,
             nbytes=memory.nbytes,
             dense_nbytes=dense,
             peak_nbytes=torch.cuda.max_memory_allocated(memory.device) if is_cuda else None,
             rows_read=read / held if held else None,
+            reads_whole=tuple(not fits for fits in self._fits),
             is_captured=memory.captures,
         )
 
@@ -145,6 +156,7 @@ class Call:
             torch.cuda.reset_peak_memory_stats(memory.device)
         logits, layout, fits = self._read()
         self._program = program = memory.program(layout, self._rest_rows(layout, fits))
+        self._fits, self._made_before = fits, program.made_s
         state, sampler = program.state, memory.sampler(layout.batch, logits.shape[-1])
         state.load(layout, self._seen, fits, settings.stop_ids)
         self._fill_amounts(program, layout)
@@ -154,7 +166,7 @@ class Call:
             top_p=settings.top_p,
             top_k=settings.top_k,
             repetition_penalty=settings.repetition_penalty,
-            prompts=self.prompts,
+            prompts=[self._tokens(row) for row in range(len(self.prompts))],
         )
         inbox = Inbox(state.emitted)
         self._draw(sampler)
@@ -233,15 +245,40 @@ class Call:
         memory = self._memory
         return lay_out(memory.plans, held, self._seen, self._settings.max_new_tokens, coarse=memory.captures)
 
+    def _tokens(self, row: int) -> Tensor:
+        """Return all that is read of one sequence before its answer, ``[1, tokens]``."""
+        question = self.questions[row]
+        return (
+            self.prompts[row]
+            if question is None
+            else torch.cat((self.prompts[row], question.to(self.prompts[row].device)), dim=1)
+        )
+
     def _feed(self, cache: Cache, row: int) -> Tensor:
-        """Read one prompt; returns the logits of its last token, ``[1, vocabulary]``."""
+        """Read one prompt, then its question; returns the logits of the last token, ``[1, vocabulary]``."""
         before, total, progress = sum(self._seen[:row]), sum(self._seen), self._progress
 
         def tell(done: int, _: int) -> None:
             if progress is not None:
                 progress(before + done, total)
 
-        return prefill.prefill(cache, self.prompts[row], None, self._chunk_size, tell, None)
+        prompt, question = self.prompts[row], self.questions[row]
+        logits = prefill.prefill(cache, prompt, None, self._chunk_size, tell, None)
+        return logits if question is None else self._ask(cache, question, lambda done: tell(prompt.shape[1] + done, 0))
+
+    def _ask(self, cache: Cache, question: Tensor, tell: Callable[[int], None]) -> Tensor:
+        """Feed what comes after a compressed prompt, in chunks."""
+        # held, so that the question is not taken for a prompt of its own after which the policy acts
+        with cache.hold():
+            for start in range(0, question.shape[1], self._chunk_size):
+                part = question[:, start : start + self._chunk_size].to(self._memory.device)
+                logits = prefill.forward(cache, part)
+                tell(start + part.shape[1])
+        for view in cache.views:
+            for lane in view.core.lanes:
+                # a cache covers what a decoded token has completed when the next one comes; a step looks only later
+                lane.index_rows(cache.policy, view.core.spec)
+        return logits
 
     def _filled(self, found: list[Tensor], layout: Layout) -> Tensor:
         """Put logits side by side, zeros for sequences that are there to fill the batch."""

@@ -21,7 +21,7 @@ from kvfold.runtime.call import Call, Timing
 from kvfold.runtime.memory import Memory
 from kvfold.runtime.plan import LayerPlan, plan_layers
 from kvfold.runtime.results import EngineStats, Result
-from kvfold.runtime.settings import Settings, read_prompts, read_settings
+from kvfold.runtime.settings import Prompt, Prompts, Questions, Settings, read_prompts, read_questions, read_settings
 
 CHUNK = 2048
 """Prompt tokens per forward call where nothing else is asked for."""
@@ -33,6 +33,8 @@ class Engine:
 
     A prompt is read through :class:`kvfold.Cache` in chunks and compressed as the policy says. Its rows then move once
     into storage with room for the answer, which is kept for later calls, so that graphs are captured once per size.
+    A method that fits something to a prompt (``rowcodes``) does so before the answer begins: where a prompt with its
+    question leaves too few rows for that, all rows are read until the answer has ended.
 
     Attributes:
         model: The model; other calls of it are not affected.
@@ -101,9 +103,10 @@ class Engine:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
+        prompts: Prompts,
         max_new_tokens: int = 64,
         *,
+        questions: Questions | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -116,28 +119,32 @@ class Engine:
         """Answer prompts, all at once; they may differ in length, and none is padded.
 
         Args:
-            prompts: A prompt or several: text, or token ids.
+            prompts: A prompt or several: text, or token ids, ``[tokens]`` each or ``[batch, tokens]``.
             max_new_tokens: Tokens that an answer may take.
+            questions: What is asked once a prompt was compressed, which was thus chosen from without knowing it: one
+                per prompt, in the forms of prompts, or ``None`` or nothing for a prompt without one. A question reads
+                every row that was kept and is kept whole, as in a :class:`kvfold.Cache` that is fed it within
+                ``hold()`` after its ``prefill``. Text is taken as it stands, without a token that begins it.
             temperature: 0 takes the likeliest token; above, tokens are drawn.
             top_p: Share of the mass that is drawn from, likeliest tokens first.
             top_k: Number of tokens that are drawn from; 0 for all.
-            repetition_penalty: Above 1, tokens of the prompt and the answer are less likely to come again.
+            repetition_penalty: Above 1, tokens of prompt, question and answer are less likely to come again.
             stop: Strings and token ids that end an answer, beside the model's own end tokens.
             ignore_eos: Leave the model's own end tokens out: answers are as long as they may be.
             seed: Begin sampling anew with it; else it goes on from the call before.
-            progress: Called with (tokens read, tokens of all prompts).
+            progress: Called with (tokens read, tokens of all prompts and questions).
 
         Returns:
             One result per prompt, in order.
 
         Raises:
-            ConfigError: If an argument breaks its rule.
+            ConfigError: If an argument breaks its rule, or there are not as many questions as prompts.
             UnsupportedError: If a step cannot be captured as a graph.
         """
         settings = self._settings(
             max_new_tokens, temperature, top_p, top_k, repetition_penalty, stop, ignore_eos=ignore_eos
         )
-        call = self._begin(prompts, settings, seed, progress)
+        call = self._begin(prompts, settings, seed, progress, questions)
         answers = [Answer(settings, self.tokenizer) for _ in call.prompts]
         for _ in self._pieces(call, answers):
             pass
@@ -145,9 +152,10 @@ class Engine:
 
     def stream(
         self,
-        prompt: str | Sequence[int] | Tensor,
+        prompt: Prompt,
         max_new_tokens: int = 64,
         *,
+        question: Prompt | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -162,6 +170,7 @@ class Engine:
         Args:
             prompt: Text, or token ids.
             max_new_tokens: As in :meth:`generate`.
+            question: What is asked once the prompt was compressed: text, or token ids; as ``questions`` there.
             temperature: As there.
             top_p: As there.
             top_k: As there.
@@ -182,7 +191,7 @@ class Engine:
         settings = self._settings(
             max_new_tokens, temperature, top_p, top_k, repetition_penalty, stop, ignore_eos=ignore_eos
         )
-        call = self._begin(prompt, settings, seed, progress)
+        call = self._begin(prompt, settings, seed, progress, None if question is None else [question])
         if len(call.prompts) > 1:
             raise ConfigError(must_be("prompt", "one prompt", len(call.prompts), "use generate for several"))
         return self._pieces(call, [Answer(settings, self.tokenizer)])
@@ -204,7 +213,8 @@ class Engine:
         The largest size should come first: graphs are lost when storage has to grow.
 
         Args:
-            prompt_tokens: Size or sizes; if left out, what ``max_tokens`` leaves beside the answer, at most 4096.
+            prompt_tokens: Size or sizes, questions included; if left out, what ``max_tokens`` leaves beside the answer,
+                at most 4096.
             max_new_tokens: As in the calls to come.
             batch: Prompts of one call; ``max_batch`` if left out.
             temperature: As in the calls to come: greedy and sampled steps are graphs of their own.
@@ -312,7 +322,9 @@ class Engine:
             ignore_eos=ignore_eos,
         )
 
-    def _begin(self, prompts: Any, settings: Settings, seed: int | None, progress: Progress | None) -> Call:
+    def _begin(
+        self, prompts: Any, settings: Settings, seed: int | None, progress: Progress | None, questions: Any = None
+    ) -> Call:
         """Check prompts and make a call of them; the call before ends, as both would write to one storage."""
         start = time.perf_counter()
         ids = read_prompts(prompts, self.tokenizer)
@@ -320,22 +332,37 @@ class Engine:
             raise ConfigError(
                 must_be("prompts", f"at most max_batch={self.max_batch}", len(ids), "make Engine(..., max_batch=...)")
             )
-        longest = max(prompt.shape[1] for prompt in ids)
-        if self.max_tokens is not None and longest + settings.max_new_tokens > self.max_tokens:
-            rule = f"at most max_tokens={self.max_tokens} tokens with its answer"
-            got = f"{longest} + {settings.max_new_tokens}"
-            raise ConfigError(must_be("a prompt", rule, got, "shorten it, or lower max_new_tokens"))
-        vocabulary = int(self.facts.config.vocab_size)
-        for prompt in ids:
-            # on a GPU an index beyond a table stops the whole process
-            if not prompt.is_meta and not 0 <= int(prompt.min()) <= int(prompt.max()) < vocabulary:
-                rule = f"token ids of the model, 0 to {vocabulary - 1}"
-                raise ConfigError(must_be("prompts", rule, int(prompt.abs().max()), "use the model's own tokenizer"))
+        asked = read_questions(questions, len(ids), self.tokenizer)
+        self._check_room(ids, asked, settings.max_new_tokens)
+        self._check_ids("prompts", ids)
+        self._check_ids("questions", [one for one in asked if one is not None])
         self._end_call()
         if seed is not None and self._generator is not None:
             self._generator.manual_seed(seed)
-        self._call = Call(self._memory, self.policy, ids, settings, self._chunk_size, self._generator, progress, start)
+        self._call = Call(
+            self._memory, self.policy, ids, settings, self._chunk_size, self._generator, progress, start, asked
+        )
         return self._call
+
+    def _check_room(self, prompts: list[Tensor], questions: list[Tensor | None], max_new_tokens: int) -> None:
+        parts = [
+            [prompt.shape[1], *([] if question is None else [question.shape[1]]), max_new_tokens]
+            for prompt, question in zip(prompts, questions, strict=True)
+        ]
+        most = max(parts, key=sum)
+        if self.max_tokens is not None and sum(most) > self.max_tokens:
+            with_what = "its answer" if len(most) == 2 else "its question and its answer"
+            rule = f"at most max_tokens={self.max_tokens} tokens with {with_what}"
+            got = " + ".join(map(str, most))
+            raise ConfigError(must_be("a prompt", rule, got, "shorten it, or lower max_new_tokens"))
+
+    def _check_ids(self, name: str, given: list[Tensor]) -> None:
+        vocabulary = int(self.facts.config.vocab_size)
+        for ids in given:
+            # on a GPU an index beyond a table stops the whole process
+            if not ids.is_meta and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+                rule = f"token ids of the model, 0 to {vocabulary - 1}"
+                raise ConfigError(must_be(name, rule, int(ids.abs().max()), "use the model's own tokenizer"))
 
     def _end_call(self) -> None:
         if self._call is not None:

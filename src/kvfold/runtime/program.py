@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,6 +33,7 @@ class Program:
         layers: Rows of the layers.
         readers: Those of them that are read by query.
         amounts: Values of the retriever's knob by rows held; one table per size of a row over the whole model.
+        made_s: Seconds that it took so far to capture and compile what it runs.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Program:
             graphs: Captures steps; ``None`` to run them as they are.
             compiled: The forward call, compiled; ``None`` for the model's own.
         """
-        self.state, self._graphs = state, graphs
+        self.state, self._graphs, self.made_s = state, graphs, 0.0
         self.amounts: dict[int, Tensor] = {}
         self.layers = [
             self._layer(number, plan, arena, capacity, rest_rows, block)
@@ -120,8 +122,9 @@ class Program:
         ]
 
     def stepper(self, sampler: Sampler, kind: Kind) -> Callable[[], None]:
-        """Return what runs a step; captured at first use. The state is afterwards as it was."""
-        return self._runner(kind, lambda: self.step(sampler, kind), "decode step")
+        """Return what runs a step; captured and compiled at first use. The state is afterwards as it was."""
+        is_compiled = self._compiled is not None
+        return self._runner(kind, lambda: self.step(sampler, kind), "decode step", is_compiled=is_compiled)
 
     def summariser(self, level: int) -> Callable[[], None]:
         """Return what runs :meth:`summarise`; captured at first use."""
@@ -163,12 +166,23 @@ class Program:
             rest_rows=rest_rows,
         )
 
-    def _runner(self, key: object, run: Callable[[], None], what: str) -> Callable[[], None]:
-        if self._graphs is None:
+    def _runner(
+        self, key: object, run: Callable[[], None], what: str, *, is_compiled: bool = False
+    ) -> Callable[[], None]:
+        graphs = self._graphs
+        if graphs is None and not is_compiled:
             return run
         if key not in self._replays:
+            if graphs is not None:
+                # steps that are on their way are not what takes the time
+                graphs.drain()
+            start = time.perf_counter()
             with self.state.held():
-                self._replays[key] = self._graphs.capture(run, what)
+                if graphs is None:
+                    # compiles
+                    run()
+                self._replays[key] = run if graphs is None else graphs.capture(run, what)
+            self.made_s += time.perf_counter() - start
         return self._replays[key]
 
 

@@ -16,6 +16,10 @@ from kvfold.runtime.sampling import Kind
 
 Prompt = str | Sequence[int] | Tensor
 """One prompt: text, or token ids ``[tokens]`` or ``[1, tokens]``."""
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
+"""A prompt, or a sequence of them, or token ids ``[batch, tokens]``."""
+Questions = Prompts | Sequence[Prompt | None]
+"""The same, with ``None`` for a prompt without a question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,27 +124,56 @@ def read_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Tensor]:
         prompts = [prompts]
     if not isinstance(prompts, (Sequence, Tensor)) or not len(prompts):
         raise ConfigError(must_be("prompts", "text, token ids, or a sequence of either", prompts, "give a prompt"))
-    return [_ids(one, tokenizer) for one in prompts]
+    found = [_ids(one, tokenizer, "prompts") for one in prompts]
+    if not all(one.numel() for one in found):
+        raise ConfigError("prompts must hold at least one token each, got an empty one; give some text")
+    return found
 
 
-def _ids(prompt: Any, tokenizer: Tokenizer | None) -> Tensor:
+def read_questions(questions: Any, count: int, tokenizer: Tokenizer | None) -> list[Tensor | None]:
+    """Turn what is asked after prompts were compressed into token ids.
+
+    Args:
+        questions: A question, or a sequence of questions, or token ids ``[batch, tokens]``; ``None`` for none at all,
+            and in a sequence for none to that prompt.
+        count: Prompts.
+        tokenizer: For text; what it puts around a text of its own, such as a token that begins it, is left out.
+
+    Returns:
+        ``[1, tokens]`` per prompt, ``None`` where nothing is asked: an empty question is none.
+
+    Raises:
+        ConfigError: If there are more or fewer than prompts, or something is neither text nor ids.
+    """
+    if questions is None:
+        return [None] * count
+    is_ids = isinstance(questions, Sequence) and len(questions) > 0 and all(_is_id(one) for one in questions)
+    if is_ids or isinstance(questions, str) or (isinstance(questions, Tensor) and questions.ndim < 2):
+        questions = [questions]
+    if not isinstance(questions, (Sequence, Tensor)):
+        rule = "text, token ids, or a sequence of either"
+        raise ConfigError(must_be("questions", rule, questions, "leave it out for none"))
+    if len(questions) != count:
+        rule = f"one per prompt, {count}"
+        raise ConfigError(must_be("questions", rule, len(questions), "put None where nothing is asked"))
+    found = [None if one is None else _ids(one, tokenizer, "questions", special=False) for one in questions]
+    return [one if one is not None and one.numel() else None for one in found]
+
+
+def _ids(prompt: Any, tokenizer: Tokenizer | None, name: str, *, special: bool = True) -> Tensor:
     rule = "text or token ids"
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise ConfigError(
-                must_be("prompts", "token ids where there is no tokenizer", prompt[:20], "give Engine one")
-            )
-        prompt = tokenizer(prompt)["input_ids"]
+            raise ConfigError(must_be(name, "token ids where there is no tokenizer", prompt[:20], "give Engine one"))
+        prompt = tokenizer(prompt, add_special_tokens=special)["input_ids"]
     if isinstance(prompt, Tensor):
         found = prompt.detach()
         if found.is_floating_point() or found.dtype == torch.bool or found.ndim > 2 or found.shape[:-1].numel() != 1:
-            raise ConfigError(must_be("prompts", rule, f"a tensor {found.dtype} {list(found.shape)}", "give one row"))
+            raise ConfigError(must_be(name, rule, f"a tensor {found.dtype} {list(found.shape)}", "give one row"))
     elif isinstance(prompt, Sequence) and all(_is_id(one) for one in prompt):
         found = torch.tensor(list(prompt), dtype=torch.int64)
     else:
-        raise ConfigError(must_be("prompts", rule, type(prompt).__name__, "give strings, lists of ids or tensors"))
-    if not found.numel():
-        raise ConfigError("prompts must hold at least one token each, got an empty one; give some text")
+        raise ConfigError(must_be(name, rule, type(prompt).__name__, "give strings, lists of ids or tensors"))
     return found.reshape(1, -1).long()
 
 

@@ -121,7 +121,6 @@ def finish(
     at_v = tl.arange(0, TILE_V)
     real_q = at_q < GROUP
     real_v = at_v < VALUE_DIM
-    # all this was there before the scores were: it is on its way while they are still being made
     count = clusters_of(lengths, fits, run, KV_HEADS, SEGMENT)
     own = (tl.cdiv(count, BLOCK) - program + programs - 1) // programs * BLOCK
     start = tl.load(starts + run).to(tl.int64)
