@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.kernels.attention.parts import finite, join, log_of
 from kvfold.kernels.attention.types import AttentionOutput
 from kvfold.kernels.runs.arrivals import arrivals
 from kvfold.kernels.runs.settings import Settings, settings_for
@@ -95,7 +94,7 @@ def _attend_split(
         logits = tl.where(real[None, :], logits, float("-inf"))
         now = tl.maximum(largest, tl.max(logits, 1))
         # a query all of whose rows so far are at minus infinity has no finite maximum to subtract
-        safe = finite(now)
+        safe = tl.where(now == float("-inf"), 0.0, now)
         weights = tl.exp(logits - safe[:, None])
         fade = tl.exp(largest - safe)
         total = total * fade + tl.sum(weights, 1)
@@ -109,14 +108,15 @@ def _attend_split(
             rounded, value = rounded.to(tl.float32), value.to(tl.float32)
         sums = sums * fade[:, None] + tl.dot(rounded, value, input_precision=PRECISION)
         largest = now
-    found = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+    seen = total > 0.0
+    found = sums / tl.where(seen, total, 1.0)[:, None]
     place = (run * splits + split) * queries + at_q
     tl.store(
         output + place[:, None] * VALUE_DIM + at_v[None, :],
         found.to(output.dtype.element_ty),
         mask=real_q[:, None] & (at_v < VALUE_DIM)[None, :],
     )
-    tl.store(lse + place, log_of(total, largest), mask=real_q)
+    tl.store(lse + place, tl.where(seen, largest + tl.log(tl.where(seen, total, 1.0)), float("-inf")), mask=real_q)
     if MERGES:
         # all threads have stored before one of them says so
         tl.debug_barrier()
@@ -129,7 +129,7 @@ def _attend_split(
             # from the cache that all multiprocessors share
             lses = tl.load(lse + slot, mask=known, other=float("-inf"), cache_modifier=".cg")
             highest = tl.max(lses, 0)
-            shares = tl.exp(lses - finite(highest)[None, :])
+            shares = tl.exp(lses - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
             whole = tl.sum(shares, 0)
             each = tl.load(
                 output + slot[:, :, None] * VALUE_DIM + at_v[None, None, :],
@@ -137,14 +137,17 @@ def _attend_split(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            joined = tl.sum(each * shares[:, :, None], 0) / tl.where(whole > 0.0, whole, 1.0)[:, None]
+            sound = tl.where(whole > 0.0, whole, 1.0)
+            joined = tl.sum(each * shares[:, :, None], 0) / sound[:, None]
             own = run * queries + at_g
             tl.store(
                 merged + own[:, None] * VALUE_DIM + at_v[None, :],
                 joined.to(merged.dtype.element_ty),
                 mask=(at_g < queries)[:, None] & (at_v < VALUE_DIM)[None, :],
             )
-            tl.store(merged_lse + own, log_of(whole, highest), mask=at_g < queries)
+            tl.store(
+                merged_lse + own, tl.where(whole > 0.0, highest + tl.log(sound), float("-inf")), mask=at_g < queries
+            )
 
 
 @triton.jit
@@ -163,17 +166,21 @@ def _merge_splits(
     query = tl.program_id(1)
     at_s = tl.arange(0, TILE_S)
     at_v = tl.arange(0, TILE_V)
-    top = tl.max(tl.full([TILE_S], float("-inf"), tl.float32), 0)
-    total = tl.sum(tl.zeros([TILE_S], tl.float32), 0)
-    sums = tl.zeros([TILE_V], tl.float32)
-    first = run * splits
-    top, total, sums = join(
-        parts, part_lse, first, first + splits, queries, query, top, total, sums, at_s, at_v, VALUE_DIM
+    place = (run * splits + at_s) * queries + query
+    lses = tl.load(part_lse + place, mask=at_s < splits, other=float("-inf"))
+    largest = tl.max(lses, 0)
+    weights = tl.exp(lses - tl.where(largest == float("-inf"), 0.0, largest))
+    total = tl.sum(weights, 0)
+    part = tl.load(
+        parts + place[:, None] * VALUE_DIM + at_v[None, :],
+        mask=(at_s < splits)[:, None] & (at_v < VALUE_DIM)[None, :],
+        other=0.0,
     )
-    found = (sums / tl.where(total > 0.0, total, 1.0)).to(output.dtype.element_ty)
-    head = run * queries + query
-    tl.store(output + head * VALUE_DIM + at_v, found, mask=at_v < VALUE_DIM)
-    tl.store(lse + head, log_of(total, top))
+    seen = total > 0.0
+    found = tl.sum(part * weights[:, None], 0) / tl.where(seen, total, 1.0)
+    found = found.to(output.dtype.element_ty)
+    tl.store(output + (run * queries + query) * VALUE_DIM + at_v, found, mask=at_v < VALUE_DIM)
+    tl.store(lse + run * queries + query, tl.where(seen, largest + tl.log(tl.where(seen, total, 1.0)), float("-inf")))
 
 
 def attend(
