@@ -15,7 +15,8 @@ import sys
 import tarfile
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 
@@ -48,6 +49,18 @@ def pairs() -> Iterable[tuple[str, str, str, int]]:
             own, other = f"windowed_manifoldkv(keep={keep}{less})", f"manifoldkv(keep={keep}{less})"
             yield "windowed above global", own, other, 32769
             yield "KeyDiff above global", f"keydiff(keep={keep}{less})", other, 32769
+
+
+@contextmanager
+def unpacked(runs: Path) -> Iterator[Path]:
+    """Give a folder of runs, which may be packed."""
+    if runs.is_dir():
+        yield runs
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(runs) as archive:
+            archive.extractall(folder, filter="data")
+        yield Path(folder)
 
 
 def read(folder: Path) -> dict[Cell, Scores]:
@@ -158,12 +171,7 @@ def main() -> int:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--summary", action="store_true", help="one row per claim")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as unpacked:
-        folder = args.runs
-        if folder.is_file():
-            with tarfile.open(folder) as archive:
-                archive.extractall(unpacked, filter="data")
-            folder = Path(unpacked)
+    with unpacked(args.runs) as folder:
         cells = read(folder)
     if args.summary:
         for model, length in sorted({(cell[0], cell[2]) for cell in cells if cell[2] < LONG}):

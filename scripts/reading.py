@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tarfile
-import tempfile
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
+
+from claims import unpacked
 
 from kvfold.eval.record import RunFolder
 from kvfold.eval.stats import Difference, compare
@@ -116,12 +116,7 @@ def main() -> int:
     parser.add_argument("runs", type=Path, help="folder of runs, or a .tar.xz of one")
     parser.add_argument("--against", default="quest", metavar="METHOD", help="compared with at an equal share of rows")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as unpacked:
-        folder = args.runs
-        if folder.is_file():
-            with tarfile.open(folder) as archive:
-                archive.extractall(unpacked, filter="data")
-            folder = Path(unpacked)
+    with unpacked(args.runs) as folder:
         for name, cell in sorted(read(folder).items()):
             print_cell(name, cell)
             print_against(args.against, cell)

@@ -70,7 +70,7 @@ def settings_for(
         tile=tile,
         warps=4,
         stages=stages,
-        is_merged_last=_power(splits) * _power(queries) * _power(value_dim) <= _MERGED_ELEMENTS,
+        is_merged_last=power_of_2(splits) * power_of_2(queries) * power_of_2(value_dim) <= _MERGED_ELEMENTS,
     )
 
 
@@ -82,5 +82,6 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _power(count: int) -> int:
+def power_of_2(count: int) -> int:
+    """Return the least power of 2 that is no less than a count."""
     return 1 << max(0, count - 1).bit_length()

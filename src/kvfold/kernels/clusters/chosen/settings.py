@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvfold.kernels.runs.settings import multiprocessors
+from kvfold.kernels.runs.settings import multiprocessors, power_of_2
 
 _SPAN = 4096
 _MOST_SPANS = 32
@@ -75,4 +75,4 @@ def settings_for(*, entries: int, head_dim: int, value_dim: int, itemsize: int, 
 
 def count_tile_for(entries: int) -> int:
     """Say how many of so many bits are counted at once, a power of 2."""
-    return min(_SPAN, max(256, 1 << max(0, entries - 1).bit_length()))
+    return min(_SPAN, max(256, power_of_2(entries)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvfold.kernels.clusters.fused import settings
 from kvfold.kernels.clusters.fused.maths import (
     NOTHING,
     clusters_of,
@@ -26,8 +27,7 @@ from kvfold.kernels.clusters.fused.maths import (
 
 LIFT = tl.constexpr(6.931471805599453)
 """``log 2^10``."""
-BLOCK = tl.constexpr(4)
-"""Consecutive clusters that one program owns; ``BLOCK`` of the settings."""
+BLOCK = tl.constexpr(settings.BLOCK)
 
 
 @triton.jit

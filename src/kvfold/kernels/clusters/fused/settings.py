@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
+
+from kvfold.kernels.runs.settings import multiprocessors, power_of_2
 
 CHUNK = 512
 """Clusters whose places in the list of the chosen a program finds at once."""
@@ -30,7 +31,6 @@ class Settings:
         mean_stages: Tiles of mean values that are in flight.
         row_tile: Rows of one step of their second loop.
         row_stages: Tiles of it that are in flight.
-        registers: Most registers of a thread, so that several programs fit; ``None`` for no limit.
     """
 
     score_splits: int
@@ -45,7 +45,6 @@ class Settings:
     mean_stages: int
     row_tile: int
     row_stages: int
-    registers: int | None = None
 
 
 def settings_for(
@@ -72,8 +71,8 @@ def settings_for(
     half = itemsize == 2 and not wide
     # programs per multiprocessor; those that fit run at once
     scoring, reading = (4, 4) if half else (2, 2) if wide else (3, 4)
-    tail_tile = min(64, max(16, _power(tail_rows)))
-    tail_splits = _power(min(64, max(1, min(-(-scoring * cores // runs), -(-tail_rows // (2 * tail_tile))))))
+    tail_tile = min(64, max(16, power_of_2(tail_rows)))
+    tail_splits = power_of_2(min(64, max(1, min(-(-scoring * cores // runs), -(-tail_rows // (2 * tail_tile))))))
     most = -(-room // tile)
     # a short tail is done long before the scores are: its program needs no place of its own
     scorers = scoring * cores // runs - tail_splits + (1 if half else 0)
@@ -93,15 +92,3 @@ def settings_for(
         # with two there would be one tile, on its way or at work
         row_stages=3,
     )
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a device has; on others than CUDA, those of an H200."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _power(count: int) -> int:
-    return 1 << max(0, count - 1).bit_length()

@@ -184,7 +184,6 @@ class Launches:
             **self._keys,
             num_warps=cut.warps,
             num_stages=1,
-            maxnreg=cut.registers,
         )
 
     def merge(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.kernels.clusters.fused.maths import finite, log_of
+from kvfold.kernels.clusters.fused.maths import finite, log_of, lost
 
 _STRIDES = ["width", "entry_batch", "entry_head", "exist_batch", "exist_head"]
 """What a kernel is not compiled anew for when it changes."""
@@ -225,13 +225,6 @@ def _growth(above, below):
 
 
 @triton.jit
-def _lost(growth):
-    """Return ``1 - e^-growth``, to the last digits where it is small."""
-    series = growth * (1.0 - growth * (0.5 - growth * (0.16666667 - growth * 0.041666668)))
-    return tl.where(growth < 0.06, series, 1.0 - tl.exp(-growth))
-
-
-@triton.jit
 def _load(log_mass, above, below, key_shift, at, real, IS_SOUND: tl.constexpr):
     mass = tl.load(log_mass + at, mask=real, other=float("-inf"))
     up = tl.load(above + at, mask=real, other=0.0)
@@ -297,5 +290,5 @@ def risk(
         tilt = tl.where(span < 0.02, 0.25 * span, (1.0 - fade) / (1.0 + fade))
         if HAS_SHARE:
             tilt = tilt * tl.load(share + run * width + at, mask=real, other=0.0)
-        found = 2.0 * (tl.exp(mass + growth - largest) * _lost(growth) + tl.exp(mass - least) * tilt)
+        found = 2.0 * (tl.exp(mass + growth - largest) * lost(growth) + tl.exp(mass - least) * tilt)
         tl.store(risks + base + at, found, mask=real)
