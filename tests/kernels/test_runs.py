@@ -118,6 +118,59 @@ def test_hidden_runs_give_nothing(impl: Any) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def newest_of(
+    keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, *, is_ring: bool
+) -> tuple[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Tensor]]:
+    """Take a row out of every run, the last or, of a ring, one within; returns rows, their slots, and pools without."""
+    place = (lengths - 1) // 2 if is_ring else lengths - 1
+    slots = starts + place
+    new = tuple(pool[slots].unsqueeze(2) for pool in (keys, values))
+    without = (keys.clone(), values.clone())
+    for pool in without:
+        pool[slots.flatten()] = NAN
+    return (new[0], new[1]), slots, without
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("q_per_kv", "head_dim", "value_dim", "is_ring", "softcap"),
+    [(1, 64, 64, False, None), (3, 80, 64, True, None), (5, 96, 96, False, 20.0), (6, 128, 128, True, None),
+     (7, 64, 64, True, 20.0), (8, 256, 256, False, None)],
+)  # fmt: skip
+def test_the_newest_row_is_written_and_read(
+    impl: Any, dtype: torch.dtype, q_per_kv: int, head_dim: int, value_dim: int, is_ring: bool, softcap: float | None
+) -> None:
+    keys, values, starts, lengths = runs([[1, 2, 15], [63, 257, 64]], head_dim, dtype, value_dim)
+    new, slots, (held_keys, held_values) = newest_of(keys, values, starts, lengths, is_ring=is_ring)
+    q = queries(2, 3 * q_per_kv, 1, head_dim, dtype)
+    given: dict[str, Any] = {"scale": head_dim**-0.5, "softcap": softcap}
+    found = attend_runs(
+        q, held_keys, held_values, starts, lengths, most_rows=300, new=new, slots=slots, impl=impl, **given
+    )
+    torch.testing.assert_close(held_keys, keys, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(held_values, values, rtol=0, atol=0, equal_nan=True)
+    assert_exact(found, q, keys, values, starts, lengths, **given)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("is_merged_last", [False, True])
+@pytest.mark.parametrize("splits", [1, 2, 7, 64])
+def test_the_newest_row_is_taken_once_however_runs_are_cut(splits: int, is_merged_last: bool) -> None:
+    from kvfold.kernels.runs import triton as kernels
+
+    keys, values, starts, lengths = runs([[1, 257, 100]], 64, torch.float32)
+    q = queries(1, 6, 1, 64, torch.float32)
+    cut = Settings(splits=splits, tile=16, warps=4, stages=1, is_merged_last=is_merged_last)
+    for is_ring in (False, True):
+        new, slots, pools = newest_of(keys, values, starts, lengths, is_ring=is_ring)
+        found = kernels.attend(
+            q, *pools, starts, lengths, most_rows=300, scale=0.125, softcap=None, bias=None, new=new, slots=slots,
+            settings=cut,
+        )  # fmt: skip
+        assert_exact(found, q, keys, values, starts, lengths, scale=0.125)
+
+
 @pytest.mark.parametrize("is_merged_last", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 7, 33, 64])
 def test_the_number_of_splits_changes_nothing(splits: int, is_merged_last: bool) -> None:
@@ -226,3 +279,12 @@ def test_bad_input() -> None:
         attend_runs(q, keys, values, starts, lengths, impl="cuda", **call)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=r"impl='triton' cannot serve"):
         attend_runs(q.double(), keys.double(), values.double(), starts, lengths, impl="triton", **call)
+    new, slots, _ = newest_of(keys, values, starts, lengths, is_ring=False)
+    with pytest.raises(ShapeError, match="new and slots must be given together.*slots missing"):
+        attend_runs(q, keys, values, starts, lengths, new=new, **call)
+    with pytest.raises(ShapeError, match="without a bias.*bias given"):
+        attend_runs(q, keys, values, starts, lengths, new=new, slots=slots, bias=keys[:, 0], **call)
+    with pytest.raises(ShapeError, match=r"slots must be \[batch, kv_heads\]"):
+        attend_runs(q, keys, values, starts, lengths, new=new, slots=slots[0], **call)
+    with pytest.raises(ShapeError, match="new values must be"):
+        attend_runs(q, keys, values, starts, lengths, new=(new[0], new[1][..., :-1]), slots=slots, **call)

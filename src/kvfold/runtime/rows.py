@@ -58,12 +58,17 @@ class RunRows:
         is_new: bool,
     ) -> Tensor:
         """Append one row per head and attend to all; see :class:`kvfold.hf.decode.Attends`."""
-        if is_new:
-            self.append(k, v)
-        part = self._block(q, scale, softcap) if self.block else self._runs(q, scale, softcap)
+        if self.block:
+            if is_new:
+                self.append(k, v)
+            part = self._block(q, scale, softcap)
+        else:
+            part = self._runs(q, (k, v) if is_new else None, scale, softcap)
         return (part if sinks is None else join_sinks(part, sinks)).output
 
-    def _runs(self, q: Tensor, scale: float, softcap: float | None) -> AttentionOutput:
+    def _runs(
+        self, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, softcap: float | None
+    ) -> AttentionOutput:
         state, number = self.state, self.number
         return attend_runs(
             q,
@@ -74,6 +79,8 @@ class RunRows:
             most_rows=self.most_rows,
             scale=scale,
             softcap=softcap,
+            new=new,
+            slots=None if new is None else state.of(number, state.slots),
         )
 
     def _block(self, q: Tensor, scale: float, softcap: float | None) -> AttentionOutput:
@@ -147,13 +154,20 @@ class ReadRows(RunRows):
         fused = self._fused(q, k, v, scale, sinks)
         if fused is not None:
             return fused
-        self.append(k, v)
         state = self.state
         starts, now = state.of(self.number, state.starts), state.of(self.number, state.now)
         exists = self.exists(now - 1)
         covered = self.whole(now - 1, 0) * self.retriever.segments[0]
         rest = attend_runs(
-            q, self.keys, self.values, starts + covered, now - covered, most_rows=self.rest_rows, scale=scale
+            q,
+            self.keys,
+            self.values,
+            starts + covered,
+            now - covered,
+            most_rows=self.rest_rows,
+            scale=scale,
+            new=(k, v),
+            slots=state.of(self.number, state.slots),
         )
         if sinks is not None:
             rest = join_sinks(rest, sinks)

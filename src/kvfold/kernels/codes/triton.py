@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.kernels.clusters.fused.maths import finite, log_add, log_growth, log_of, log_sum, lost, tilt
+from kvfold.kernels.attention.parts import finite, log_add, log_of, log_sum
+from kvfold.kernels.clusters.fused.maths import log_growth, lost, tilt
 
 _STRIDES = ["clusters", "splits", "word_batch", "word_head"]
 

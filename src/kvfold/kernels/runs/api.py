@@ -28,6 +28,8 @@ def attend_runs(
     scale: float,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
+    slots: Tensor | None = None,
     impl: Literal["auto", "reference", "triton"] = "auto",
 ) -> AttentionOutput:
     """Attend to runs of rows whose number differs from head to head, without asking the device how many they are.
@@ -42,6 +44,9 @@ def attend_runs(
         scale: Factor on the logits.
         softcap: Logits become ``softcap * tanh(logits / softcap)`` before the bias.
         bias: Added to the scaled logits of each pool row, ``[pool_rows]``, ``-inf`` hides one.
+        new: Newest row of each run, ``[batch, kv_heads, 1, head_dim]`` and ``[.., value_dim]``, which this call writes
+            into the pools; needs ``slots``, one query per head and no bias.
+        slots: Pool row for each newest row, integers, ``[batch, kv_heads]``; within its run.
         impl: ``triton``: the fused kernel; ``reference``: plain torch; ``auto``: the kernel on CUDA where it can.
 
     Returns:
@@ -52,12 +57,15 @@ def attend_runs(
         UnsupportedError: If ``impl="triton"`` cannot serve the call.
     """
     _check(q, keys, values, starts, lengths, bias)
+    if new is not None or slots is not None:
+        _check_new(q, keys, values, starts, bias, new, slots)
     if impl not in ("auto", "reference", "triton"):
         raise ShapeError(must_be("impl", "'auto', 'reference' or 'triton'", impl, "leave it out for the fastest"))
     why = unserved(q, starts.shape[1]) if impl != "reference" else None
     if impl == "triton" and why is not None:
         raise UnsupportedError(f"impl='triton' cannot serve {why}; use impl='reference' or 'auto'")
     given: dict[str, Any] = {"most_rows": most_rows, "scale": scale, "softcap": softcap, "bias": bias}
+    given |= {"new": new, "slots": slots}
     if impl == "triton" or (impl == "auto" and why is None and q.device.type == "cuda"):
         from kvfold.kernels.runs import triton
 
@@ -103,3 +111,28 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Ten
             f"keys, values and bias must have one row each per pool row, got {keys.shape[0]}, {values.shape[0]}"
             + ("" if bias is None else f", {list(bias.shape)}")
         )
+
+
+def _check_new(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    bias: Tensor | None,
+    new: tuple[Tensor, Tensor] | None,
+    slots: Tensor | None,
+) -> None:
+    if new is None or slots is None or bias is not None or q.shape[2] != 1:
+        raise ShapeError(
+            "new and slots must be given together, for one query per head and without a bias, got "
+            f"new {'missing' if new is None else 'given'}, slots {'missing' if slots is None else 'given'}, "
+            f"bias {'missing' if bias is None else 'given'}, q {list(q.shape)}"
+        )
+    if slots.shape != starts.shape:
+        raise ShapeError(f"slots must be [batch, kv_heads] as starts, got {list(slots.shape)}, {list(starts.shape)}")
+    for name, rows, pool in zip(("keys", "values"), new, (keys, values), strict=True):
+        if rows.shape != (*starts.shape, 1, pool.shape[1]) or rows.dtype != pool.dtype:
+            raise ShapeError(
+                f"new {name} must be {[*starts.shape, 1, pool.shape[1]]} in {pool.dtype}, got {list(rows.shape)} in "
+                f"{rows.dtype}"
+            )

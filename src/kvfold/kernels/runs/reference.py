@@ -20,8 +20,13 @@ def attend(
     scale: float,
     softcap: float | None,
     bias: Tensor | None,
+    new: tuple[Tensor, Tensor] | None = None,
+    slots: Tensor | None = None,
 ) -> AttentionOutput:
     """Compute :func:`kvfold.kernels.runs.attend_runs` in plain torch."""
+    if new is not None and slots is not None:
+        for pool, rows in zip((keys, values), new, strict=True):
+            pool.index_copy_(0, slots.flatten().long(), rows.flatten(0, 2))
     at = torch.arange(most_rows, device=q.device)
     real = at < lengths[..., None]
     pool_rows = keys.shape[0]

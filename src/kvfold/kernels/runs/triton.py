@@ -1,6 +1,7 @@
 """Triton: few queries per sequence over runs of rows of different lengths, split over the rows (flash decoding).
 
-One program reads one split of one run for all query heads of its KV head at once, so that every row is read once.
+One program reads one split of one run for all query heads of its KV head at once, so that every row is read once; the
+first of a run writes the newest row, if one is given, and takes it from where it was given.
 Where parts are few, the program of a run that comes last merges them; else a second launch does.
 Lengths stay on the device: the launch depends on shapes alone, and a captured graph stays right while runs grow.
 """
@@ -12,19 +13,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.kernels.attention.parts import finite, join, log_of
 from kvfold.kernels.attention.types import AttentionOutput
 from kvfold.kernels.runs.arrivals import arrivals
 from kvfold.kernels.runs.settings import Settings, settings_for
 
 
 @triton.jit
+def _capped(logits, softcap):
+    """Return ``softcap * tanh(logits / softcap)``, from exponentials that cannot overflow."""
+    folded = tl.exp(-2.0 * tl.abs(logits) / softcap)
+    bent = softcap * (1.0 - folded) / (1.0 + folded)
+    return tl.where(logits < 0.0, -bent, bent)
+
+
+@triton.jit
 def _attend_split(
     q,
+    new_keys,
+    new_values,
     keys,
     values,
     bias,
     starts,
     lengths,
+    slots,
     output,
     lse,
     merged,
@@ -43,6 +56,7 @@ def _attend_split(
     TILE_G: tl.constexpr,
     TILE_S: tl.constexpr,
     MERGES: tl.constexpr,
+    APPENDS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -73,8 +87,26 @@ def _attend_split(
     largest = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     sums = tl.zeros([TILE_Q, TILE_V], tl.float32)
+    if APPENDS:
+        slot = tl.load(slots + run).to(tl.int64)
+        newest = (slot - start).to(tl.int32)
+        if split == 0:
+            # nobody reads the row that is written here: no program has to wait for another
+            real_d = at_d < HEAD_DIM
+            real_v = at_v < VALUE_DIM
+            new_key = tl.load(new_keys + run * HEAD_DIM + at_d, mask=real_d, other=0.0)
+            new_value = tl.load(new_values + run * VALUE_DIM + at_v, mask=real_v, other=0.0)
+            tl.store(keys + slot * HEAD_DIM + at_d, new_key, mask=real_d)
+            tl.store(values + slot * VALUE_DIM + at_v, new_value, mask=real_v)
+            largest = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+            if HAS_CAP:
+                largest = _capped(largest, softcap)
+            total += 1.0
+            sums += new_value.to(tl.float32)[None, :]
     for at in range(first, stop, TILE_N):
         real = at + at_n < stop
+        if APPENDS:
+            real &= at + at_n != newest
         row = start + at + at_n
         key = tl.load(
             keys + row[None, :] * HEAD_DIM + at_d[:, None],
@@ -85,16 +117,13 @@ def _attend_split(
             key = key.to(tl.float32)
         logits = tl.dot(query, key, input_precision=PRECISION) * scale
         if HAS_CAP:
-            # tanh from exponentials that cannot overflow
-            folded = tl.exp(-2.0 * tl.abs(logits) / softcap)
-            bent = softcap * (1.0 - folded) / (1.0 + folded)
-            logits = tl.where(logits < 0.0, -bent, bent)
+            logits = _capped(logits, softcap)
         if HAS_BIAS:
             logits += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)[None, :]
         logits = tl.where(real[None, :], logits, float("-inf"))
         now = tl.maximum(largest, tl.max(logits, 1))
         # a query all of whose rows so far are at minus infinity has no finite maximum to subtract
-        safe = tl.where(now == float("-inf"), 0.0, now)
+        safe = finite(now)
         weights = tl.exp(logits - safe[:, None])
         fade = tl.exp(largest - safe)
         total = total * fade + tl.sum(weights, 1)
@@ -108,15 +137,14 @@ def _attend_split(
             rounded, value = rounded.to(tl.float32), value.to(tl.float32)
         sums = sums * fade[:, None] + tl.dot(rounded, value, input_precision=PRECISION)
         largest = now
-    seen = total > 0.0
-    found = sums / tl.where(seen, total, 1.0)[:, None]
+    found = sums / tl.where(total > 0.0, total, 1.0)[:, None]
     place = (run * splits + split) * queries + at_q
     tl.store(
         output + place[:, None] * VALUE_DIM + at_v[None, :],
         found.to(output.dtype.element_ty),
         mask=real_q[:, None] & (at_v < VALUE_DIM)[None, :],
     )
-    tl.store(lse + place, tl.where(seen, largest + tl.log(tl.where(seen, total, 1.0)), float("-inf")), mask=real_q)
+    tl.store(lse + place, log_of(total, largest), mask=real_q)
     if MERGES:
         # all threads have stored before one of them says so
         tl.debug_barrier()
@@ -129,7 +157,7 @@ def _attend_split(
             # from the cache that all multiprocessors share
             lses = tl.load(lse + slot, mask=known, other=float("-inf"), cache_modifier=".cg")
             highest = tl.max(lses, 0)
-            shares = tl.exp(lses - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
+            shares = tl.exp(lses - finite(highest)[None, :])
             whole = tl.sum(shares, 0)
             each = tl.load(
                 output + slot[:, :, None] * VALUE_DIM + at_v[None, None, :],
@@ -137,17 +165,14 @@ def _attend_split(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            sound = tl.where(whole > 0.0, whole, 1.0)
-            joined = tl.sum(each * shares[:, :, None], 0) / sound[:, None]
+            joined = tl.sum(each * shares[:, :, None], 0) / tl.where(whole > 0.0, whole, 1.0)[:, None]
             own = run * queries + at_g
             tl.store(
                 merged + own[:, None] * VALUE_DIM + at_v[None, :],
                 joined.to(merged.dtype.element_ty),
                 mask=(at_g < queries)[:, None] & (at_v < VALUE_DIM)[None, :],
             )
-            tl.store(
-                merged_lse + own, tl.where(whole > 0.0, highest + tl.log(sound), float("-inf")), mask=at_g < queries
-            )
+            tl.store(merged_lse + own, log_of(whole, highest), mask=at_g < queries)
 
 
 @triton.jit
@@ -166,21 +191,17 @@ def _merge_splits(
     query = tl.program_id(1)
     at_s = tl.arange(0, TILE_S)
     at_v = tl.arange(0, TILE_V)
-    place = (run * splits + at_s) * queries + query
-    lses = tl.load(part_lse + place, mask=at_s < splits, other=float("-inf"))
-    largest = tl.max(lses, 0)
-    weights = tl.exp(lses - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(weights, 0)
-    part = tl.load(
-        parts + place[:, None] * VALUE_DIM + at_v[None, :],
-        mask=(at_s < splits)[:, None] & (at_v < VALUE_DIM)[None, :],
-        other=0.0,
+    top = tl.max(tl.full([TILE_S], float("-inf"), tl.float32), 0)
+    total = tl.sum(tl.zeros([TILE_S], tl.float32), 0)
+    sums = tl.zeros([TILE_V], tl.float32)
+    first = run * splits
+    top, total, sums = join(
+        parts, part_lse, first, first + splits, queries, query, top, total, sums, at_s, at_v, VALUE_DIM
     )
-    seen = total > 0.0
-    found = tl.sum(part * weights[:, None], 0) / tl.where(seen, total, 1.0)
-    found = found.to(output.dtype.element_ty)
-    tl.store(output + (run * queries + query) * VALUE_DIM + at_v, found, mask=at_v < VALUE_DIM)
-    tl.store(lse + run * queries + query, tl.where(seen, largest + tl.log(tl.where(seen, total, 1.0)), float("-inf")))
+    found = (sums / tl.where(total > 0.0, total, 1.0)).to(output.dtype.element_ty)
+    head = run * queries + query
+    tl.store(output + head * VALUE_DIM + at_v, found, mask=at_v < VALUE_DIM)
+    tl.store(lse + head, log_of(total, top))
 
 
 def attend(
@@ -194,6 +215,8 @@ def attend(
     scale: float,
     softcap: float | None,
     bias: Tensor | None,
+    new: tuple[Tensor, Tensor] | None = None,
+    slots: Tensor | None = None,
     settings: Settings | None = None,
 ) -> AttentionOutput:
     """Compute :func:`kvfold.kernels.runs.attend_runs`.
@@ -208,6 +231,8 @@ def attend(
         scale: As there.
         softcap: As there.
         bias: As there.
+        new: As there.
+        slots: As there.
         settings: How the work is cut; chosen from the shapes if left out.
 
     Returns:
@@ -233,11 +258,13 @@ def attend(
     tile_v = triton.next_power_of_2(value_dim)
     _attend_split[(runs, splits)](
         q.contiguous(),
+        *((q, q) if new is None else (new[0].contiguous(), new[1].contiguous())),
         keys,
         values,
         keys if bias is None else bias,
         starts,
         lengths,
+        lengths if slots is None else slots,
         parts,
         part_lse,
         output,
@@ -256,6 +283,7 @@ def attend(
         TILE_G=triton.next_power_of_2(queries) if merges else 1,
         TILE_S=triton.next_power_of_2(splits) if merges else 1,
         MERGES=merges,
+        APPENDS=new is not None,
         HAS_BIAS=bias is not None,
         HAS_CAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

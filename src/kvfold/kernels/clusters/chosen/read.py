@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.kernels.clusters.fused.maths import finite, log_of
+from kvfold.kernels.attention.parts import finite, join, log_of
 
 _STRIDES = [f"{name}_{side}" for name in ("key", "value", "mean", "upper") for side in ("batch", "head")]
 _NUMBERS = ["runs", "rows", "clusters", "clusters_upper", "listed", *_STRIDES]
@@ -353,20 +353,7 @@ def merge(
     held = top > float("-inf")
     total = held.to(tl.float32)
     sums = tl.load(rest + head * VALUE_DIM + at_v, mask=at_v < tl.where(held, VALUE_DIM, 0), other=0.0).to(tl.float32)
-    for at in range(first, stop, TILE_S):
-        slot = (at + at_s).to(tl.int64) * GROUP + query
-        real = at + at_s < stop
-        lses = tl.load(part_lse + slot, mask=real, other=float("-inf"))
-        now = tl.maximum(top, tl.max(lses, 0))
-        safe = finite(now)
-        weights = tl.exp(lses - safe)
-        fade = tl.exp(top - safe)
-        part = tl.load(
-            parts + slot[:, None] * VALUE_DIM + at_v[None, :], mask=real[:, None] & real_v[None, :], other=0.0
-        )
-        sums = sums * fade + tl.sum(part * weights[:, None], 0)
-        total = total * fade + tl.sum(weights, 0)
-        top = now
+    top, total, sums = join(parts, part_lse, first, stop, GROUP, query, top, total, sums, at_s, at_v, VALUE_DIM)
     result = sums / tl.where(total > 0.0, total, 1.0)
     tl.store(output + head * VALUE_DIM + at_v, result.to(output.dtype.element_ty), mask=real_v)
     tl.store(lse + head, log_of(total, top))

@@ -13,17 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvfold.kernels.attention.parts import finite, log_add, log_of
 from kvfold.kernels.clusters.fused import settings
-from kvfold.kernels.clusters.fused.maths import (
-    NOTHING,
-    clusters_of,
-    finite,
-    log_add,
-    log_of,
-    log_sums,
-    lost,
-    take,
-)
+from kvfold.kernels.clusters.fused.maths import NOTHING, clusters_of, log_sums, lost, take
 
 LIFT = tl.constexpr(6.931471805599453)
 """``log 2^10``."""

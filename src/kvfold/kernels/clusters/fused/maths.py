@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvfold.kernels.attention.parts import finite, log_of
+
 NOTHING = tl.constexpr(-3.0e38)
 """A logit below all others that stays finite when it is subtracted from itself."""
 
@@ -29,34 +31,6 @@ def lost(reach):
     """Return ``1 - e^-reach``, to the last digits where it is small."""
     series = reach * (1.0 - reach * (0.5 - reach * (0.16666667 - reach * 0.041666668)))
     return tl.where(reach < 0.06, series, 1.0 - tl.exp(-reach))
-
-
-@triton.jit
-def finite(log):
-    """Return 0 where there is nothing, so that nothing becomes NaN when it is subtracted."""
-    return tl.where(log == float("-inf"), 0.0, log)
-
-
-@triton.jit
-def log_of(total, largest):
-    """Log of a sum of ``e^(x - largest)``; ``-inf`` for none."""
-    seen = total > 0.0
-    return tl.where(seen, largest + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
-
-
-@triton.jit
-def log_add(first, second):
-    """Log of ``e^first + e^second``."""
-    top = tl.maximum(first, second)
-    safe = finite(top)
-    return log_of(tl.exp(first - safe) + tl.exp(second - safe), top)
-
-
-@triton.jit
-def log_sum(logs):
-    """Log of the sum of ``e^x`` over the first axis."""
-    top = tl.max(logs, 0)
-    return log_of(tl.sum(tl.exp(logs - finite(top)[None, :]), 0), top)
 
 
 @triton.jit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.kernels.clusters.fused.maths import clusters_of, finite, log_of
+from kvfold.kernels.attention.parts import join, log_of
+from kvfold.kernels.clusters.fused.maths import clusters_of
 
 
 @triton.jit(do_not_specialize=["programs", "tail_splits"])
@@ -39,30 +40,19 @@ def merge(
     query = tl.program_id(1)
     at_s = tl.arange(0, TILE_S)
     at_v = tl.arange(0, TILE_V)
-    real_v = at_v < VALUE_DIM
     width = programs + tail_splits
     top = tl.max(tl.full([TILE_S], float("-inf"), tl.float32), 0)
     if HAS_SINKS:
         top = tl.load(sinks + run % KV_HEADS * GROUP + query).to(tl.float32)
     total = (top > float("-inf")).to(tl.float32)
     sums = tl.zeros([TILE_V], tl.float32)
-    for at in range(0, width, TILE_S):
-        place = (run * width + at + at_s) * GROUP + query
-        real = at + at_s < width
-        lses = tl.load(parts_lse + place, mask=real, other=float("-inf"))
-        part = tl.load(
-            parts + place[:, None] * VALUE_DIM + at_v[None, :], mask=real[:, None] & real_v[None, :], other=0.0
-        )
-        now = tl.maximum(top, tl.max(lses, 0))
-        safe = finite(now)
-        weights = tl.exp(lses - safe)
-        fade = tl.exp(top - safe)
-        sums = sums * fade + tl.sum(part * weights[:, None], 0)
-        total = total * fade + tl.sum(weights, 0)
-        top = now
+    first = run * width
+    top, total, sums = join(
+        parts, parts_lse, first, first + width, GROUP, query, top, total, sums, at_s, at_v, VALUE_DIM
+    )
     found = (sums / tl.where(total > 0.0, total, 1.0)).to(output.dtype.element_ty)
     head = run * GROUP + query
-    tl.store(output + head * VALUE_DIM + at_v, found, mask=real_v)
+    tl.store(output + head * VALUE_DIM + at_v, found, mask=at_v < VALUE_DIM)
     tl.store(lse + head, log_of(total, top))
     if query == 0:
         at_p = tl.arange(0, TILE_P)

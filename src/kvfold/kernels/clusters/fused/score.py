@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.kernels.clusters.fused.maths import NOTHING, clusters_of, log_of, log_sums, piece_of, take
+from kvfold.kernels.attention.parts import log_of
+from kvfold.kernels.clusters.fused.maths import NOTHING, clusters_of, log_sums, piece_of, take
 
 
 @triton.jit(do_not_specialize=["room", "splits", "tail_splits", "programs"])

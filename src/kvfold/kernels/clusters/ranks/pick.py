@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.kernels.clusters.fused.maths import finite
+from kvfold.kernels.attention.parts import finite
 
 
 @triton.jit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.kernels.clusters.fused.maths import finite, log_of, lost
+from kvfold.kernels.attention.parts import finite, log_of
+from kvfold.kernels.clusters.fused.maths import lost
 
 _STRIDES = ["width", "entry_batch", "entry_head", "exist_batch", "exist_head"]
 """What a kernel is not compiled anew for when it changes."""
