@@ -280,9 +280,9 @@ def test_bad_input() -> None:
     with pytest.raises(UnsupportedError, match=r"impl='triton' cannot serve"):
         attend_runs(q.double(), keys.double(), values.double(), starts, lengths, impl="triton", **call)
     new, slots, _ = newest_of(keys, values, starts, lengths, is_ring=False)
-    with pytest.raises(ShapeError, match="new and slots must be given together.*slots missing"):
+    with pytest.raises(ShapeError, match=r"new and slots must be given together.*slots missing"):
         attend_runs(q, keys, values, starts, lengths, new=new, **call)
-    with pytest.raises(ShapeError, match="without a bias.*bias given"):
+    with pytest.raises(ShapeError, match=r"without a bias.*bias given"):
         attend_runs(q, keys, values, starts, lengths, new=new, slots=slots, bias=keys[:, 0], **call)
     with pytest.raises(ShapeError, match=r"slots must be \[batch, kv_heads\]"):
         attend_runs(q, keys, values, starts, lengths, new=new, slots=slots[0], **call)

@@ -153,14 +153,14 @@ def _attend_split(
             at_s = tl.arange(0, TILE_S)
             at_g = tl.arange(0, TILE_G)
             known = (at_s < splits)[:, None] & (at_g < queries)[None, :]
-            slot = (run * splits + at_s[:, None]) * queries + at_g[None, :]
+            piece = (run * splits + at_s[:, None]) * queries + at_g[None, :]
             # from the cache that all multiprocessors share
-            lses = tl.load(lse + slot, mask=known, other=float("-inf"), cache_modifier=".cg")
+            lses = tl.load(lse + piece, mask=known, other=float("-inf"), cache_modifier=".cg")
             highest = tl.max(lses, 0)
             shares = tl.exp(lses - finite(highest)[None, :])
             whole = tl.sum(shares, 0)
             each = tl.load(
-                output + slot[:, :, None] * VALUE_DIM + at_v[None, None, :],
+                output + piece[:, :, None] * VALUE_DIM + at_v[None, None, :],
                 mask=known[:, :, None] & (at_v < VALUE_DIM)[None, None, :],
                 other=0.0,
                 cache_modifier=".cg",
