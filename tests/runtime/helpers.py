@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvfold
+from kvfold.hf import prefill
 from kvfold.hf.compat import cache_kwarg
 from kvfold.runtime.layout import Layout, lay_out
 from kvfold.runtime.program import Program
@@ -45,6 +46,22 @@ def answer(family: str, policy: str | None, length: int, new: int = NEW, **setti
         given = {cache_kwarg(): kvfold.Cache(model, policy)}
     found = model.generate(prompt, max_new_tokens=new, do_sample=False, **given, **settings)
     return tuple(found[0, length:].tolist())
+
+
+@torch.no_grad()
+def answer_later(
+    model: PreTrainedModel, policy: str, prompt: Tensor, question: Tensor | None, new: int
+) -> tuple[int, ...]:
+    """Read a prompt into a cache, feed the question while the policy does not act, then go on greedily."""
+    cache = kvfold.Cache(model, policy)
+    logits = prefill.prefill(cache, prompt, None, None, None, None)
+    if question is not None:
+        with cache.hold():
+            logits = prefill.forward(cache, question.to(model.device))
+    ids = [int(logits.argmax())]
+    while len(ids) < new:
+        ids.append(int(prefill.forward(cache, torch.tensor([ids[-1:]], device=model.device)).argmax()))
+    return tuple(ids)
 
 
 def engine(policy: str = "dense", family: str = "llama", **more: Any) -> kvfold.Engine:

@@ -17,7 +17,7 @@ from kvfold.runtime.sampling import Kind
 from tests.cli.conftest import byte_tokenizer
 from tests.helpers import policies, tiny
 from tests.helpers.device import waiting_is_an_error
-from tests.runtime.helpers import LENGTHS, MODELS, NEW, RAGGED, UNIFORM, prompts
+from tests.runtime.helpers import LENGTHS, MODELS, NEW, RAGGED, UNIFORM, answer_later, prompts
 
 pytestmark = pytest.mark.gpu
 DENSE_LAYERS = [name for name in MODELS if name not in ("gpt_oss", "llama4", "gemma3n")]
@@ -151,7 +151,7 @@ def test_the_making_of_steps_is_told_apart(model_of: Any) -> None:
         stats = engine.stats()
         assert (stats.warm_up_s > 0) is is_new
         assert 0 < stats.tpot < 0.1
-    warm = made(model_of()).warm_up([200], NEW)
+    warm = made(model_of()).warm_up([200], NEW, batch=1)
     warm.generate(prompts(200), NEW)
     assert warm.stats().warm_up_s == 0
 
@@ -164,12 +164,7 @@ def test_questions(model_of: Any, policy: str, graph: bool) -> None:
     questions = [tiny.ids(count, seed=1000 + count) if count else None for count in asked]
     found = made(model, policy, graph=graph).generate(prompts(*lengths), NEW, questions=questions)
     for prompt, question, result in zip(prompts(*lengths), questions, found, strict=True):
-        ids = prompt if question is None else torch.cat((prompt, question), 1)
-        cache = kvfold.Cache(model, policy)
-        if question is not None:
-            cache.prefill(prompt)
-        wanted = model.generate(ids.cuda(), max_new_tokens=NEW, do_sample=False, **{cache_kwarg(): cache})
-        assert list(result.ids) == wanted[0, ids.shape[1] :].tolist()
+        assert result.ids == answer_later(model, policy, prompt, question, NEW)
 
 
 def test_seeds(model_of: Any) -> None:

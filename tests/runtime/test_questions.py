@@ -14,7 +14,7 @@ from kvfold.core.errors import ConfigError
 from kvfold.hf import prefill
 from tests.cli.conftest import byte_tokenizer
 from tests.helpers import policies, tiny
-from tests.runtime.helpers import MODELS, RAGGED, UNIFORM, engine, model_of, prompts, texts
+from tests.runtime.helpers import MODELS, RAGGED, UNIFORM, answer_later, engine, model_of, prompts, texts
 from tests.runtime.recorded import record
 
 NEW = 24
@@ -41,17 +41,7 @@ def asked(*lengths: int) -> list[Tensor | None]:
 
 @functools.lru_cache(maxsize=256)
 def answer(family: str, policy: str, length: int, question: int, new: int = NEW) -> tuple[int, ...]:
-    """Read a prompt into a cache, feed the question while the policy does not act, then go on greedily."""
-    cache = kvfold.Cache(model_of(family), policy)
-    with torch.no_grad():
-        logits = prefill.prefill(cache, prompts(length)[0], None, None, None, None)
-        if (fed := asked(question)[0]) is not None:
-            with cache.hold():
-                logits = prefill.forward(cache, fed)
-        ids = [int(logits.argmax())]
-        while len(ids) < new:
-            ids.append(int(prefill.forward(cache, torch.tensor([ids[-1:]])).argmax()))
-        return tuple(ids)
+    return answer_later(model_of(family), policy, prompts(length)[0], asked(question)[0], new)
 
 
 def wanted(family: str, policy: str) -> list[tuple[int, ...]]:
