@@ -32,6 +32,14 @@ def test_families(family: str) -> None:
         assert made.generate(prompts(60)[0], NEW)[0].ids == answer(family, "dense", 60)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_oss"])
+def test_fused_projections(family: str) -> None:
+    made = engine(family=family, compile=True, fuse_projections=True)
+    for lengths in ((60,), (60, 37)):
+        found = made.generate(prompts(*lengths), NEW)
+        assert [result.ids for result in found] == [answer(family, "dense", length) for length in lengths]
+
+
 @pytest.mark.parametrize("policy", [RAGGED, policies.RETRIEVERS[1]])
 def test_policies(policy: str) -> None:
     found = engine(policy, compile=True).generate(prompts(60, 37), NEW)

@@ -84,6 +84,7 @@ def test_a_limit_of_tokens() -> None:
         ({"max_tokens": 0}, ConfigError, "max_tokens must be"),
         ({"chunk_size": -1}, ConfigError, "chunk_size must be"),
         ({"graph": "yes"}, ConfigError, "graph must be True, False or 'auto', got 'yes'"),
+        ({"fuse_projections": 2}, ConfigError, "fuse_projections must be True, False or 'auto', got 2; leave it out"),
         ({"graph": True}, ConfigError, "graph must be False or 'auto' on cpu, got True; graphs need a CUDA device"),
         ({"policy": "nothing"}, ConfigError, "nothing"),
         (

@@ -55,6 +55,7 @@ class Engine:
         chunk_size: int = CHUNK,
         compile: bool = False,
         graph: bool | Literal["auto"] = "auto",
+        fuse_projections: bool | Literal["auto"] = "auto",
         seed: int = 0,
     ):
         """Make an engine; one token is fed to learn what the layers hold.
@@ -68,6 +69,9 @@ class Engine:
             chunk_size: Prompt tokens per forward call.
             compile: Fuse what is not attention with ``torch.compile``; the first step takes a minute or more.
             graph: Whether decode steps are captured as CUDA graphs; ``"auto"``: on a GPU.
+            fuse_projections: Whether a decode step computes queries, keys and values in one product, and gate and up in
+                another; ``"auto"``: on a GPU. Their weights are laid side by side for it: they keep their values, and
+                stay the model's parameters.
             seed: Of the sampling.
 
         Raises:
@@ -81,6 +85,8 @@ class Engine:
                 raise ConfigError(must_be(name, "a whole number of at least 1", value, "leave it out for the default"))
         if graph not in (True, False, "auto"):
             raise ConfigError(must_be("graph", "True, False or 'auto'", graph, "leave it out"))
+        if fuse_projections not in (True, False, "auto"):
+            raise ConfigError(must_be("fuse_projections", "True, False or 'auto'", fuse_projections, "leave it out"))
         limits = [limit for limit in (max_tokens, self.facts.max_tokens) if limit is not None]
         self.max_batch, self.max_tokens = max_batch, min(limits, default=None)
         self._chunk_size = chunk_size
@@ -96,6 +102,7 @@ class Engine:
             device,
             captures=device.type == "cuda" if graph == "auto" else graph,
             is_compiled=compile,
+            fuses=device.type == "cuda" if fuse_projections == "auto" else fuse_projections,
         )
         self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
         self._call: Call | None = None

@@ -73,7 +73,7 @@ def foresee(
     own = engine._memory
     plans = own.plans
     layout = lay_out(plans, held, seen, new_tokens, coarse=own.captures if coarse is None else coarse)
-    memory = Memory(own.model, engine.facts, plans, _NOWHERE, captures=False, is_compiled=False)
+    memory = Memory(own.model, engine.facts, plans, _NOWHERE, captures=False, is_compiled=False, fuses=False)
     for number in range(len(plans)):
         memory.reserve(number, layout)
     memory.program(layout, layout.capacity)

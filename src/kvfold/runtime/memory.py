@@ -11,6 +11,7 @@ from torch import Tensor
 from kvfold.core.memory import held_nbytes
 from kvfold.hf.load import Model
 from kvfold.hf.models import ModelFacts
+from kvfold.hf.projections import Projections
 from kvfold.runtime.arena import Arena
 from kvfold.runtime.compile import CompiledStep
 from kvfold.runtime.graph import Graphs
@@ -41,11 +42,13 @@ class Memory:
         *,
         captures: bool,
         is_compiled: bool,
+        fuses: bool,
     ):
-        """Hold nothing yet."""
+        """Hold nothing yet; with ``fuses``, lay weights of projections of one input side by side."""
         self.model, self.plans, self.device, self.captures = model, tuple(plans), device, captures
         self.arena = Arena(device)
         self._facts, self._is_compiled = facts, is_compiled
+        self._projections = Projections(model) if fuses else None
         self._states: dict[int, State] = {}
         self._samplers: dict[tuple[int, int], Sampler] = {}
         self._programs: dict[tuple[int, int, int, tuple[int, ...]], Program] = {}
@@ -118,6 +121,7 @@ class Memory:
                 blocks,
                 self._graphs,
                 self._compiled_step(layout.batch),
+                self._projections,
             )
         return self._programs[key]
 

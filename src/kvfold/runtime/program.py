@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from kvfold.hf.decode import Attends, DecodeCache
 from kvfold.hf.load import Model
 from kvfold.hf.models import ModelFacts
+from kvfold.hf.projections import Projections
 from kvfold.runtime.arena import Arena
 from kvfold.runtime.compile import CompiledStep
 from kvfold.runtime.graph import Graphs
@@ -48,6 +50,7 @@ class Program:
         blocks: Sequence[int],
         graphs: Graphs | None,
         compiled: CompiledStep | None,
+        projections: Projections | None,
     ):
         """Put layers together.
 
@@ -62,6 +65,7 @@ class Program:
             blocks: Per layer, pool rows of each run where it is read as one tensor, else 0.
             graphs: Captures steps; ``None`` to run them as they are.
             compiled: The forward call, compiled; ``None`` for the model's own.
+            projections: Those that a step takes together; ``None`` for none.
         """
         self.state, self._graphs, self.made_s = state, graphs, 0.0
         self.amounts: dict[int, Tensor] = {}
@@ -72,13 +76,15 @@ class Program:
         self.readers = [layer for layer in self.layers if isinstance(layer, ReadRows)]
         self._rows: dict[int, Attends] = {layer.plan.layer_idx: layer for layer in self.layers}
         self._compiled, self._cache = compiled, DecodeCache(model, facts, self._rows)
+        self._projections = projections
         self._replays: dict[object, Callable[[], None]] = {}
 
     def step(self, sampler: Sampler, kind: Kind) -> None:
         """Feed the tokens of the state and choose the next ones; nothing of it waits for the device."""
         state = self.state
         state.begin()
-        logits = self._feed(state.tokens, state.positions)
+        with nullcontext() if self._projections is None else self._projections.fused():
+            logits = self._feed(state.tokens, state.positions)
         state.count()
         state.accept(sampler.choose(logits, kind, state.alive))
 
