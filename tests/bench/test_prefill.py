@@ -13,6 +13,7 @@ from kvfold.bench import Folder, PrefillSettings, run_prefill
 from kvfold.bench import prefill as prefill_module
 from kvfold.core.errors import ConfigError
 from kvfold.hf.attention import is_prepared
+from kvfold.hf.press import pressed_prefill
 from kvfold.hf.synthetic import stock_prefill
 from tests.helpers import tiny
 
@@ -66,6 +67,25 @@ def test_what_fails_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.
     assert "every" in cells[2]["error"]
     again = run_prefill(small, Folder(tmp_path)).cells
     assert sorted("error" in cell for cell in again) == [False, False, True]
+
+
+@pytest.mark.usefixtures("kvpress")
+def test_kvpress_reads_a_prompt_in_one_call_and_leaves_no_mark() -> None:
+    presses = ("SnapKVPress(compression_ratio=0.75)", "AdaKVPress(press=SnapKVPress(compression_ratio=0.5))")
+    record = run_prefill(dataclasses.replace(SMALL, policies=(), contexts=(100, 200), presses=presses))
+    cells = [cell for cell in record.cells if cell["method"].startswith("kvpress ")]
+    assert [(cell["method"], cell["context"], cell["chunk_size"]) for cell in cells] == [
+        (f"kvpress {text}", context, context) for context in (100, 200) for text in presses
+    ]
+    assert [cell["nbytes"] for cell in cells] == [25 * ROW, 100 * ROW, 50 * ROW, 200 * ROW]
+    assert all(len(cell["seconds"]) == 2 for cell in cells)
+
+
+@pytest.mark.usefixtures("kvpress")
+def test_marks_of_kvpress_are_taken_away() -> None:
+    model = tiny.ours("llama")
+    pressed_prefill(model, "AdaKVPress(press=SnapKVPress(compression_ratio=0.5))", tiny.ids(50))
+    assert not any(getattr(module, "masked_key_indices", None) for module in model.modules())
 
 
 def test_stock_reads_as_if_alone() -> None:

@@ -15,10 +15,11 @@ from kvfold.bench.stats import Spread
 from kvfold.bench.timing import allocated, give_back, peak_of, reset_peak, told
 from kvfold.core.errors import KvfoldError
 from kvfold.core.policy import Policy
+from kvfold.hf.press import check_press, pressed_prefill
 from kvfold.hf.synthetic import stock_prefill
 from kvfold.runtime import Engine
 
-STOCK, DENSE = "stock", "dense"
+STOCK, DENSE, PRESS = "stock", "dense", "kvpress "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class PrefillSettings:
         shape: See :func:`kvfold.bench.models.make_model`.
         policies: As text; stock and dense are always measured beside them.
         contexts: Tokens of the prompt.
-        chunk_sizes: Tokens per forward call, of every method alike.
+        chunk_sizes: Tokens per forward call, of every method alike but kvpress, which reads a prompt in one call.
+        presses: Of kvpress, as text.
         dtype: Of weights and cache.
         device: ``auto`` or a torch device.
         stretches: Prompts of which the median is taken; one before them is not counted.
@@ -40,6 +42,7 @@ class PrefillSettings:
     policies: tuple[str, ...] = ()
     contexts: tuple[int, ...] = (32768,)
     chunk_sizes: tuple[int, ...] = (2048,)
+    presses: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     device: str = "auto"
     stretches: int = 3
@@ -47,7 +50,7 @@ class PrefillSettings:
 
     def shared(self) -> dict[str, Any]:
         """Return what all cells of a record share, as plain data."""
-        return facts(self, "policies", "contexts", "chunk_sizes", "device")
+        return facts(self, "policies", "contexts", "chunk_sizes", "device", "presses")
 
 
 def run_prefill(
@@ -81,6 +84,11 @@ def run_prefill(
         for chunk_size in settings.chunk_sizes
         for method in (STOCK, DENSE, *map(str, policies))
     ]
+    wanted += [
+        {"method": PRESS + text, "context": context, "chunk_size": context, "batch": 1}
+        for context in settings.contexts
+        for text in settings.presses
+    ]
     bench: Bench | None = None
 
     def measure(key: Key) -> dict[str, Any]:
@@ -110,6 +118,8 @@ def check(settings: PrefillSettings) -> list[Policy]:
     check_counts("--chunk-size", settings.chunk_sizes)
     check_counts("--stretches", (settings.stretches,))
     dtype_of(settings.dtype)
+    for text in settings.presses:
+        check_press(text)
     return check_policies(settings.policies)
 
 
@@ -138,14 +148,17 @@ class Bench:
     def _cell(self, method: str, context: int, chunk_size: int) -> dict[str, Any]:
         ids, stretches = self._ids[:, :context], self._settings.stretches
         seconds, peaks, held = [], [], []
-        engine = None if method == STOCK else self._engine(method, chunk_size)
+        is_peer = method == STOCK or method.startswith(PRESS)
+        engine = None if is_peer else self._engine(method, chunk_size)
         for _ in range(1 + stretches):
             # nothing of the prompt before is there any more
             give_back(self._device)
             before = allocated(self._device)
             reset_peak(self._device)
-            if engine is None:
+            if method == STOCK:
                 time, nbytes = stock_prefill(self._model, ids, chunk_size)
+            elif engine is None:
+                time, nbytes = pressed_prefill(self._model, method.removeprefix(PRESS), ids)
             else:
                 engine.generate(ids, 1, ignore_eos=True)
                 time, nbytes = engine.stats().ttft, engine.nbytes

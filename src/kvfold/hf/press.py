@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ import transformers
 from torch import Tensor
 
 from kvfold.core.errors import ConfigError, MissingExtraError, UnsupportedError, must_be
+from kvfold.core.memory import held_nbytes
 from kvfold.core.parse import Call, parse_calls
 from kvfold.hf.compat import cache_kwarg
 from kvfold.hf.load import Model
-from kvfold.hf.synthetic import StockRun, as_stock
+from kvfold.hf.synthetic import StockRun, as_stock, cache_tensors
 
 _ENDS = "Press"
 _MARK = "masked_key_indices"
@@ -47,11 +49,9 @@ class PressedRun(StockRun):
     """
 
     def __init__(self, model: Model, text: str, ids: Tensor):
-        """Read a prompt and prune; see :func:`pressed_cache`."""
-        super().__init__(model, ids.shape[0], pressed_cache(model, text, ids))
-        modules = ((module, getattr(module, _MARK, None)) for module in model.modules())
-        self._marked: list[tuple[Any, Any]] = [(module, mark) for module, mark in modules if mark is not None]
-        self._mark(there=False)
+        """Read a prompt and prune; see :func:`pressed_prefill`."""
+        super().__init__(model, ids.shape[0], _read(model, text, ids)[0])
+        self._marked = _take_marks(model)
 
     def arrivals(self, new_tokens: int) -> list[float]:
         """Generate greedily from the end of the rows; see :meth:`kvfold.hf.synthetic.StockRun.arrivals`."""
@@ -66,8 +66,8 @@ class PressedRun(StockRun):
             setattr(module, _MARK, mark if there else None)
 
 
-def pressed_cache(model: Model, text: str, ids: Tensor) -> Any:
-    """Read a prompt in one call, as kvpress does, and let it prune what is cached.
+def pressed_prefill(model: Model, text: str, ids: Tensor) -> tuple[float, int]:
+    """Read a prompt in one call, as kvpress does, let it prune what is cached, and choose a token.
 
     Args:
         model: The model.
@@ -75,13 +75,22 @@ def pressed_cache(model: Model, text: str, ids: Tensor) -> Any:
         ids: ``[batch, tokens]``, on the model's device.
 
     Returns:
-        The stock cache.
+        Seconds until the first token was in the host's hands, and bytes of the cache.
 
     Raises:
         ConfigError: If there is no such press, or it takes no such parameters.
         MissingExtraError: If kvpress is not installed.
         UnsupportedError: If kvpress fails with this version of transformers, or on this model.
     """
+    start = time.perf_counter()
+    cache, logits = _read(model, text, ids)
+    _take_marks(model)
+    logits.argmax(-1).tolist()
+    return time.perf_counter() - start, held_nbytes(cache_tensors(cache))
+
+
+def _read(model: Model, text: str, ids: Tensor) -> tuple[Any, Tensor]:
+    """Return the stock cache that is left of a prompt, and the logits of its last token."""
     call = check_press(text)
     try:
         package: Any = importlib.import_module("kvpress")
@@ -94,12 +103,23 @@ def pressed_cache(model: Model, text: str, ids: Tensor) -> Any:
     places = torch.arange(ids.shape[1], device=ids.device)
     try:
         with torch.no_grad(), as_stock(model), press(model):
-            called(input_ids=ids, use_cache=True, logits_to_keep=1, cache_position=places, **{cache_kwarg(): cache})
+            given = {"input_ids": ids, "cache_position": places, cache_kwarg(): cache}
+            logits: Tensor = called(use_cache=True, logits_to_keep=1, **given).logits
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[0]}"
         version = transformers.__version__
         raise UnsupportedError(f"{text} of kvpress fails with transformers {version}: {reason}") from error
-    return cache
+    return cache, logits[:, -1]
+
+
+def _take_marks(model: Model) -> list[tuple[Any, Any]]:
+    """Take marks of hidden rows from a model's modules; returns whose they are."""
+    modules: list[Any] = list(model.modules())
+    found = [(module, getattr(module, _MARK, None)) for module in modules]
+    found = [(module, mark) for module, mark in found if mark is not None]
+    for module, _ in found:
+        setattr(module, _MARK, None)
+    return found
 
 
 def _build(package: Any, call: Call) -> Any:
