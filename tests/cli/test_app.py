@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import typer
 
 from kvfold._version import __version__
 from kvfold.cli import main
@@ -38,11 +39,18 @@ def test_version(invoke: Invoke) -> None:
         (("env", "--jsn"), "--jsn"),
         (("generate",), "MODEL"),
         (("generate", "m", "--max-new-tokens", "0"), "--max-new-tokens"),
+        (("generate", "m", "--max-new-tokens", "-7"), "-7"),
         (("generate", "m", "--chunk-size", "many"), "--chunk-size"),
+        (("generate", "m", "--chunk-size", "many"), "many"),
     ],
 )
 def test_a_usage_mistake_is_one_line(invoke: Invoke, arguments: tuple[str, ...], named: str) -> None:
     assert named in refused(invoke(*arguments))
+
+
+def test_a_usage_mistake_is_one_line_with_every_typer(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(typer, "TyperException", raising=False)
+    assert "generat" in refused(invoke("generat"))
 
 
 def test_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

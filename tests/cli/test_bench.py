@@ -96,6 +96,8 @@ def test_without_packages_for_figures_the_record_stands(
         (("--dtype", "int3"), "--dtype"),
         (("--stretches", "0"), "stretches"),
         (("--out", __file__), "--out"),
+        (("--out", f"{__file__}/deep"), "--out must be a folder"),
+        (("--seed", str(2**64)), "--seed"),
     ],
 )
 def test_a_mistake_is_one_line(invoke: Invoke, command: str, arguments: tuple[str, ...], named: str) -> None:

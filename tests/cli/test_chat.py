@@ -1,11 +1,18 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
+
+from kvfold import policy
+from kvfold.cli._answer import Settings
+from kvfold.cli._session import Session
+from kvfold.cli.chat import first_interrupt
 
 from .conftest import Invoke, refused
 
@@ -114,3 +121,43 @@ def test_a_template_that_rewrites_answers_is_refused(invoke: Invoke, model_dir: 
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     assert "rewrites" in refused(invoke("chat", tmp_path))
+
+
+def test_an_interrupt_ends_the_answer_and_a_second_one_the_program() -> None:
+    usual = signal.getsignal(signal.SIGINT)
+    with first_interrupt(True) as is_enough:
+        assert not is_enough()
+        signal.raise_signal(signal.SIGINT)
+        assert is_enough()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), first_interrupt(False):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == usual
+
+
+def test_an_answer_that_was_ended_goes_on_like_one_that_was_short(model_dir: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    texts = []
+    for most, enough in ((3, 9), (9, 3)):
+        settings = Settings(max_new_tokens=most, chunk_size=64, temperature=0.0, seed=0)
+        session, asked = Session(model, tokenizer, policy("dense"), settings), 0
+
+        def is_enough(enough: int = enough) -> bool:
+            nonlocal asked
+            asked += 1
+            return asked == enough
+
+        first = session.answer(tokenizer("Hello")["input_ids"], [], lambda _: None, None, is_enough)
+        assert first.new_tokens == 3
+        session.settings = Settings(max_new_tokens=5, chunk_size=64, temperature=0.0, seed=0)
+        texts.append(first.text + session.answer(tokenizer("More")["input_ids"], [], lambda _: None, None).text)
+    assert texts[0] == texts[1]
+
+
+def test_a_turn_that_is_refused_halfway_leaves_an_empty_cache(invoke: Invoke, model_dir: Path) -> None:
+    turns = "Hello there!\n/stats\n/load none.kv\n"
+    result = invoke("chat", model_dir, *DENSE, "--policy", "knorm(keep=1KiB)", stdin=turns)
+    assert result.exit_code == 0
+    assert seen(result) == [0]
+    assert result.stderr.count("the cache is empty again") == 1

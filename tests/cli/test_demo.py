@@ -67,6 +67,8 @@ def test_json_holds_every_answer_and_measured_bytes(invoke: Invoke, reader_dir: 
         (("--policies", "keydif"), "keydiff"),
         (("--keep", "0"), "keep"),
         (("--out", "no/such/folder.png"), "--out"),
+        (("--out", "."), "it is a folder"),
+        (("--out", "plot.jpg"), "ends in .png"),
     ],
 )
 def test_a_mistake_is_one_line(invoke: Invoke, reader_dir: Path, options: tuple[str, ...], named: str) -> None:

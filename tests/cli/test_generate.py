@@ -122,6 +122,8 @@ def test_sampling_follows_the_seed(invoke: Invoke, model_dir: Path) -> None:
         (("--prompt", "a", "--dtype", "float8"), "float8"),
         (("--prompt", "a", "--device", "abacus"), "abacus"),
         (("--prompt", "a", "--question", ""), "--question"),
+        *((("--prompt", "a", "--temperature", one), "--temperature") for one in ("-1", "nan", "inf", "1e-40", "1e40")),
+        *((("--prompt", "a", "--seed", one), "--seed") for one in (str(2**64), str(-(2**63) - 1))),
     ],
 )
 def test_a_mistake_is_one_line(invoke: Invoke, model_dir: Path, options: tuple[str, ...], named: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import CONTEXT, Invoke, last_json, refused
+from .conftest import CONTEXT, Invoke, last_json, refused, save_words
 
 TEXT = "The lighthouse keeper counted ships, and the ships counted him. " * 20
 
@@ -87,10 +87,15 @@ def test_a_text_that_is_too_short(invoke: Invoke, model_dir: Path, tmp_path: Pat
     assert "--text must be at least 288 tokens long" in refused(invoke("inspect", model_dir, "--text", short))
 
 
-def test_a_place_that_cannot_be_written(invoke: Invoke, model_dir: Path, file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "none" / "out.png"
-    assert "--out" in refused(invoke("inspect", model_dir, "--text", file, "--tokens", 320, "--out", out))
+def test_a_model_that_is_too_short_is_not_blamed_on_the_text(invoke: Invoke, tmp_path: Path) -> None:
+    folder = save_words(tmp_path / "short", max_position_embeddings=64)
+    assert "context of at least 288 tokens, got 64" in refused(invoke("inspect", folder))
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    for out in (tmp_path / "none" / "out.png", tmp_path / "folder.png"):
+        assert "--out" in refused(invoke("inspect", "no/such/model", "--out", out))
 
 
 def test_every_figure_is_a_number(invoke: Invoke, model_dir: Path, file: Path) -> None:

@@ -25,6 +25,11 @@ def test_json_is_one_line_with_every_policy(invoke: Invoke, model_dir: Path) -> 
     assert all(one["fits"] for one in document["policies"])
 
 
+def test_the_context_is_the_models_own_where_that_is_short(invoke: Invoke, model_dir: Path) -> None:
+    assert last_json(invoke("plan", model_dir, "--json"))["context"] == CONTEXT
+    assert last_json(invoke("plan", "llama-3.1-8b", "--json"))["context"] == 32768
+
+
 def test_notes_stand_under_the_table(invoke: Invoke, model_dir: Path) -> None:
     shown = invoke("plan", model_dir, "--context", 64, "--policies", "snapkv(keep=0.5, allocator=ada)").stdout
     assert "~: heads" in shown

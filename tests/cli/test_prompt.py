@@ -5,8 +5,9 @@ import pytest
 from kvfold.cli._answer import Streamer
 from kvfold.cli._console import seconds, size
 from kvfold.cli._prompt import build_prompt, first_turn, next_turn
+from kvfold.core.errors import UnsupportedError
 
-from .conftest import byte_tokenizer
+from .conftest import TEMPLATE, byte_tokenizer
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -18,6 +19,21 @@ def test_question_is_the_tail_and_nothing_is_lost(chat: bool) -> None:
     assert tokenizer.decode([*prompt.context, *prompt.question]) == expected
     assert tokenizer.decode(prompt.question).startswith("Who sails?")
     assert not prompt.query_aware
+
+
+@pytest.mark.parametrize("question", ["user", "assistant", "|", "Who sails?  "])
+@pytest.mark.parametrize("trims", [True, False])
+def test_words_of_the_template_and_blanks_may_be_asked(question: str, trims: bool) -> None:
+    template = TEMPLATE.replace("m['content']", "m['content'] | trim") if trims else TEMPLATE
+    prompt = build_prompt(tokenizer := byte_tokenizer(template), "Ships sail.", question, chat=True)
+    asked = question.strip() if trims else question
+    assert tokenizer.decode(prompt.context) == "<|user|>Ships sail.\n\n"
+    assert tokenizer.decode(prompt.question) == f"{asked}<|end|><|assistant|>"
+
+
+def test_a_template_that_hides_the_question_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="--raw"):
+        build_prompt(byte_tokenizer("{{ messages | length }}"), "Ships sail.", "Who?", chat=True)
 
 
 def test_without_a_question_all_is_context() -> None:

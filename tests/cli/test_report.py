@@ -53,6 +53,7 @@ def test_bad_input_is_one_line(invoke: Invoke, run: Path, tmp_path: Path) -> Non
     assert "make" in refused(invoke("report", run, "--out", tmp_path / "missing" / "page.html"))
     (tmp_path / "file").touch()
     assert "--png" in refused(invoke("report", run, "--out", out, "--png", tmp_path / "file"))
+    assert "--png" in refused(invoke("report", run, "--out", out, "--png", tmp_path / "file" / "deep"))
     write_run(tmp_path / "other", count=1, lengths=(4096,), model="other", fingerprint="0")
     assert "model='other'" in refused(invoke("report", run, tmp_path / "other", "--out", out))
     record = next((tmp_path / "other" / "records").glob("*/*/*.json"))

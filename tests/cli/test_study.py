@@ -137,6 +137,11 @@ def test_a_mistake_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_in_the_place_of_the_picture_is_told_at_the_start(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "found.png").mkdir()
+    assert "found.png" in refused(invoke("study", "mass", "no/such/model", "--out", tmp_path / "found.json"))
+
+
 def test_a_missing_model_is_told_with_the_line_that_installs_it(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:

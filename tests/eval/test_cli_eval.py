@@ -44,8 +44,9 @@ def test_tables_say_score_difference_verdict_and_bytes(invoke: Invoke, model_dir
 
 
 def test_tables_say_what_is_read_where_that_is_not_what_is_held(
-    invoke: Invoke, model_dir: Path, tmp_path: Path
+    invoke: Invoke, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     plain = invoke(*arguments(model_dir, tmp_path / "plain"))
     assert "read" not in plain.stdout
     reads = "refinekv(cluster=8, tau=0.5)"

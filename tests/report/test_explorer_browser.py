@@ -131,7 +131,7 @@ def test_a_click_shows_the_logits_of_a_cluster(window: Browser, page: Path) -> N
     rows = window.run(
         "return [...document.querySelectorAll('#keys-rows tr')].map((r) => [...r.cells].map((c) => c.textContent))"
     )
-    assert [float(row[2]) for row in rows] == pytest.approx(cluster.logits, abs=6e-3)
+    assert [float(row[2].replace("\u2212", "-")) for row in rows] == pytest.approx(cluster.logits, abs=6e-3)
     assert [row[1] for row in rows] == list(figures().pieces[cluster.first : cluster.first + CLUSTER])
     assert traces(window)["shown below"][2] == [at]
 

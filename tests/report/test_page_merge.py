@@ -198,3 +198,12 @@ def test_arrivals_go_with_the_text_that_arrived(tmp_path: Path) -> None:
 )
 def test_lines_join_budgets(policy: str, line: tuple[str, str, str]) -> None:
     assert line_of(policy) == line
+
+
+def test_tasks_that_differ_between_lengths_are_said_to(tmp_path: Path) -> None:
+    said = "Not every task was asked at every length"
+    write_run(tmp_path / "a", tasks=("vt", "qa_1"), lengths=(4096, 16384), count=2)
+    assert not any(said in note for note in summarize(gather([tmp_path / "a"])).notes)
+    write_run(tmp_path / "b", tasks=("vt",), lengths=(4096,), count=2)
+    write_run(tmp_path / "c", tasks=("qa_1",), lengths=(16384,), count=2)
+    assert any(said in note for note in summarize(gather([tmp_path / "b", tmp_path / "c"])).notes)

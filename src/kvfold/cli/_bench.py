@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli._console import print_json
+from kvfold.cli._console import print_json, stdout
+from kvfold.cli._files import check_folder, write_file
 from kvfold.core.errors import ConfigError, MissingExtraError, must_be
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def folder_of(out: Path | None) -> Folder:
     """
     from kvfold.bench import Folder
 
-    if out is not None and out.exists() and not out.is_dir():
-        raise ConfigError(must_be("--out", "a folder", str(out), "name a folder"))
+    if out is not None:
+        check_folder("--out", out)
     return Folder(out)
 
 
@@ -98,8 +99,6 @@ def finish(record: Record, *, json: bool) -> None:
 
 def _drawn(record: Record, path: Path) -> list[Path]:
     """Write page and picture; where a package for them is missing the record stands alone, and it is said."""
-    from kvfold.bench.record import write_whole
-
     try:
         from kvfold.report.bench_page import bench_page
         from kvfold.report.bench_plot import draw_bench
@@ -112,27 +111,26 @@ def _drawn(record: Record, path: Path) -> list[Path]:
         print(f"no page and picture without {name}: pip install 'kvfold[report]'", file=sys.stderr)
         return []
     files: list[Path] = [path.with_suffix(".html"), path.with_suffix(".png")]
-    write_whole(files[0], page)
-    write_whole(files[1], picture)
+    write_file(files[0], page)
+    write_file(files[1], picture)
     return files
 
 
 def _show(record: Record) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from kvfold.report.bench_table import EXPLAINED, make_table, place_of, places_of
 
-    console = Console(highlight=False)
+    console = stdout()
     shape: Any = record.settings.get("shape") or record.settings.get("model")
     for place in places_of(record.cells):
         found = make_table(record.kind, [cell for cell in record.cells if place_of(cell) == place])
         title = f"{shape}, {record.settings['dtype']}, {record.environment['device']}: {place.name}"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("method", overflow="fold", min_width=18)
+        table.add_column("method", overflow="fold")
         for heading in found.headings:
-            table.add_column(heading, justify="right", no_wrap=True)
+            table.add_column(heading, justify="right", overflow="fold")
         failed = [row for row in found.rows if len(row) == 2 and len(found.headings) != 1]
         for row in found.rows:
             if row not in failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 OnProgress = Callable[[int, int], None]
+_WIDE = 1000
+"""Columns where there is no terminal that has some."""
 
 
 def stderr() -> Console:
@@ -18,6 +21,16 @@ def stderr() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
+
+
+def stdout() -> Console:
+    """Return a console on the current stdout: as wide as the terminal; in a file or a pipe no line is folded."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDE
+    return console
 
 
 def note(text: str) -> None:

@@ -6,7 +6,7 @@ from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvfold.cli._console import seconds, stderr
+from kvfold.cli._console import seconds, stderr, stdout
 
 if TYPE_CHECKING:
     from kvfold.report.summary import Row, Summary
@@ -36,10 +36,10 @@ def show(summary: Summary) -> None:
         summary: What a run found.
     """
     from rich.box import SIMPLE
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = stdout()
+    fits = console.width >= 80
     several = len({place.task for place in summary.places if place.task is not None}) > 1
     for place in summary.places:
         if place.task is None and not several:
@@ -55,14 +55,12 @@ def show(summary: Summary) -> None:
         table = Table(
             title=title, title_justify="left", caption=told, caption_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
         )
-        # on two lines, so that 80 columns are enough
-        timed = ["ttft, tpot"] if any(row.tpot_s is not None for row in rows) else []
+        # on two lines, so that 80 columns are enough; in fewer, numbers are folded too, but never cut
+        timed = ["ttft\ntpot"] if any(row.tpot_s is not None for row in rows) else []
         smaller = "smaller\nread" if read else "smaller"
         for heading in ["policy", "score, 95 %", "to dense, 95 %", "verdict", smaller, *timed]:
-            words = heading in ("policy", "verdict")
-            width = len("distinguishable") if heading == "verdict" else None
-            justify: Literal["left", "right"] = "left" if words else "right"
-            table.add_column(heading, justify=justify, overflow="fold", min_width=width, no_wrap=not words)
+            justify: Literal["left", "right"] = "left" if heading in ("policy", "verdict") else "right"
+            table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading != "policy" and fits)
         for row in rows:
             table.add_row(row.policy, *_cells(row)[: 4 + len(timed)])
         console.print(table)
@@ -71,11 +69,15 @@ def show(summary: Summary) -> None:
 
 
 def _cells(row: Row) -> list[str]:
+    from kvfold.eval.stats import LEAST_PAIRS
+
     gap = row.difference
+    verdict: str = "-" if gap is None else gap.verdict.replace("not ", "not\n")
     # where lower is better, the direction alone would mislead
-    verdict: str = "-" if gap is None else gap.verdict
     if row.lower_is_better and row.outcome in ("worse", "better"):
         verdict += f", {row.outcome}"
+    if gap is not None and row.count < LEAST_PAIRS:
+        verdict += "\n(few samples)"
     read = f"\n{100 * row.bytes_read:.1f} %" if row.bytes_read is not None and row.retrieves else ""
     extra = f"\nperplexity {exp(row.mean):.2f}" if row.lower_is_better else ""
     return [

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvfold.cli._streams import check_text
 from kvfold.core.errors import ConfigError, DataError, UnsupportedError, must_be
 
 if TYPE_CHECKING:
     from kvfold.hf.load import Tokenizer
 
+_QUESTION = "\N{SYMBOL FOR RECORD SEPARATOR}question\N{SYMBOL FOR RECORD SEPARATOR}"
+"""Stands before the question while a chat template is rendered: its own words may also be the template's."""
 _REPLY = "\N{SYMBOL FOR RECORD SEPARATOR}reply\N{SYMBOL FOR RECORD SEPARATOR}"
 """Stands for an assistant turn while a chat template is rendered, to find what follows one."""
 
@@ -43,12 +46,12 @@ def read_text(prompt: str | None, file: Path | None) -> str:
 
     Raises:
         ConfigError: If both are given, or the text is empty.
-        DataError: If the file cannot be read.
+        DataError: If the file cannot be read, or the text is no UTF-8.
     """
     if prompt is not None and file is not None:
         raise ConfigError("the prompt must come from one place, got --prompt and --file; leave one out")
     if prompt is not None:
-        text = prompt
+        text = check_text("--prompt", prompt)
     elif file is not None:
         try:
             text = file.read_text(encoding="utf-8")
@@ -58,7 +61,7 @@ def read_text(prompt: str | None, file: Path | None) -> str:
     elif sys.stdin.isatty():
         raise ConfigError("a prompt must be given; use --prompt TEXT, --file PATH, or pipe text into stdin")
     else:
-        text = sys.stdin.read()
+        text = check_text("stdin", sys.stdin.read())
     if not text.strip():
         raise ConfigError("the prompt must hold text, got an empty one; use --prompt, --file or stdin")
     return text
@@ -72,8 +75,9 @@ def check_question(question: str | None) -> None:
 
     Raises:
         ConfigError: If it holds no text.
+        DataError: If it is no UTF-8.
     """
-    if question is not None and not question.strip():
+    if question is not None and not check_text("--question", question).strip():
         raise ConfigError(must_be("--question", "text", question, "ask something, or leave it out"))
 
 
@@ -113,8 +117,9 @@ def build_prompt(tokenizer: Tokenizer, text: str, question: str | None, *, chat:
 
     Raises:
         ConfigError: If no token comes out.
+        UnsupportedError: If the chat template hides where the question begins.
     """
-    body = text if question is None else f"{text.rstrip()}\n\n{question}"
+    body = text if question is None else f"{text.rstrip()}\n\n{_QUESTION}{question}"
     if chat:
         turn = [{"role": "user", "content": body}]
         body = _render(tokenizer, turn)
@@ -123,9 +128,11 @@ def build_prompt(tokenizer: Tokenizer, text: str, question: str | None, *, chat:
         if not ids:
             raise ConfigError("the prompt must hold at least one token, got none; give more text")
         return Prompt(ids, [], query_aware=True)
-    split = body.rindex(question)
-    context = _tokenize(tokenizer, body[:split], special=not chat)
-    return Prompt(context, _tokenize(tokenizer, body[split:], special=False), query_aware=False)
+    before, found, asked = body.rpartition(_QUESTION)
+    if not found:
+        raise UnsupportedError("this model's chat template rewrites what it is given; use --raw with --question")
+    context = _tokenize(tokenizer, before, special=not chat)
+    return Prompt(context, _tokenize(tokenizer, asked, special=False), query_aware=False)
 
 
 def first_turn(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,14 @@ class Session:
         self._said += ids
         return prefill(self.cache, self._tensor(ids), None, self.settings.chunk_size, progress, None)
 
-    def answer(self, context: list[int], question: list[int], write: Write, progress: OnProgress | None) -> Answer:
+    def answer(
+        self,
+        context: list[int],
+        question: list[int],
+        write: Write,
+        progress: OnProgress | None,
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> Answer:
         """Read a context, feed a question, generate.
 
         Args:
@@ -88,6 +96,7 @@ class Session:
             question: Tokens fed after compression; may be empty if the context is not.
             write: Gets the text of the answer as it comes.
             progress: Called with (done, total) while the context is read.
+            is_enough: Asked after each token; true ends the answer there, as if it could be no longer.
 
         Returns:
             The answer with its times.
@@ -114,7 +123,7 @@ class Session:
             with torch.no_grad(), self.cache.hold():
                 logits = forward(self.cache, self._tensor(question))
         torch.manual_seed(self.settings.seed)
-        self._decode(logits, streamer)
+        self._decode(logits, streamer, is_enough)
         streamer.end()
         self._said += streamer.tokens[:-1]
         # The last token is known but was not fed: it goes in front of the next turn.
@@ -131,7 +140,7 @@ class Session:
             peak_nbytes=torch.cuda.max_memory_allocated(self.model.device) if is_cuda else None,
         )
 
-    def _decode(self, logits: Any, streamer: Streamer) -> None:
+    def _decode(self, logits: Any, streamer: Streamer, is_enough: Callable[[], bool]) -> None:
         """Choose tokens as ``generate`` does, beginning with what the prompt's last token says comes next."""
         import torch
 
@@ -149,7 +158,7 @@ class Session:
                     token = torch.multinomial(scores.softmax(-1), 1) if is_drawn else scores.argmax(-1, keepdim=True)
                     streamer.put(int(token))
                     ids = torch.cat((ids, token), dim=-1)
-                    if stopping_criteria(ids, None).all():
+                    if stopping_criteria(ids, None).all() or is_enough():
                         return ids
                     found = forward(self.cache, token)
 

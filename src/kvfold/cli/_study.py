@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfold.cli._console import OnProgress, note, print_json, progress_bar
+from kvfold.cli._files import check_file, write_file
 from kvfold.cli._text import cut_text, read_text
 from kvfold.cli.demo import demo_model
 from kvfold.core.errors import ConfigError, MissingExtraError, must_be
@@ -83,11 +84,9 @@ def open_reading(reading: Reading, *, most: int | None = DEFAULT_TOKENS) -> Open
         ConfigError: If the place of the record is of no use, or text or model are.
         MissingExtraError: If a package is missing.
     """
-    out, suffix = reading.out, reading.suffix
-    if out.suffix.lower() != suffix or out.is_dir():
-        raise ConfigError(must_be("--out", f"a file that ends in {suffix}", str(out), "rename it"))
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(must_be("--out", "a file in an existing folder", str(out), "make the folder first"))
+    check_file("--out", reading.out, reading.suffix)
+    for beside in {".json", ".png"} - {reading.suffix}:
+        check_file(f"--out with {beside}", reading.out.with_suffix(beside))
     _check_packages()
     words = read_text(reading.text)
     path = demo_model("MODEL") if reading.model is None else reading.model
@@ -155,7 +154,7 @@ def finish(opened: Opened, found: Any, *, json: bool, show: Callable[[], None]) 
         json: Whether the record is printed instead of tables.
         show: Prints the tables.
     """
-    from kvfold.eval.study import make_record, write_whole
+    from kvfold.eval.study import make_record
     from kvfold.report.explorer import explorer_page
     from kvfold.report.study_plot import draw_study
 
@@ -170,7 +169,7 @@ def finish(opened: Opened, found: Any, *, json: bool, show: Callable[[], None]) 
     if reading.suffix == ".html":
         files = {out: explorer_page(record).encode(), **files}
     for path, content in files.items():
-        write_whole(path, content)
+        write_file(path, content)
     if json:
         print_json({**record.model_dump(mode="json"), "files": [str(path) for path in files]})
         return

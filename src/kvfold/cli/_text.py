@@ -57,12 +57,12 @@ def cut_text(model: Model, tokenizer: Tokenizer, text: str, tokens: int | None, 
     room = min(len(ids), context_length(model))
     wanted = min(room, most) if tokens is None else tokens
     if wanted < least:
-        given = must_be("--tokens", f"at least {least}", wanted, "raise it")
-        raise ConfigError(
-            given
-            if tokens is not None
-            else must_be("--text", f"at least {least} tokens long", wanted, "give a longer one")
-        )
+        if tokens is not None:
+            raise ConfigError(must_be("--tokens", f"at least {least}", wanted, "raise it"))
+        if room < len(ids):
+            rule = f"a model with a context of at least {least} tokens"
+            raise ConfigError(must_be("MODEL", rule, room, "take another"))
+        raise ConfigError(must_be("--text", f"at least {least} tokens long", wanted, "give a longer one"))
     if wanted > room:
         whose = "the text" if room == len(ids) else "the model's context"
         raise ConfigError(must_be("--tokens", f"at most {room}, {whose}", wanted, "lower it, or give a longer --text"))

@@ -25,6 +25,10 @@ Shape = Annotated[
     ),
 ]
 Policies = Annotated[list[str] | None, typer.Option("--policy", help="May be given more than once.")]
+Presses = Annotated[
+    list[str] | None,
+    typer.Option("--kvpress", help="A press of kvpress, e.g. 'SnapKVPress(compression_ratio=0.75)'."),
+]
 Contexts = Annotated[str, typer.Option(help="Tokens seen before a step, parted by commas.")]
 Prompts = Annotated[str, typer.Option("--context", help="Tokens of the prompt, parted by commas.")]
 Batches = Annotated[str, typer.Option(help="Sequences of a step, parted by commas.")]
@@ -67,16 +71,13 @@ def decode(
     batch: Batches = "1",
     compile: Annotated[bool, typer.Option("--compile", help="Fuse what is not attention.")] = False,
     stock: Annotated[bool, typer.Option("--stock", help="Measure transformers' own generate too.")] = False,
-    presses: Annotated[
-        list[str] | None,
-        typer.Option("--kvpress", help="A press of kvpress, e.g. 'SnapKVPress(compression_ratio=0.75)'."),
-    ] = None,
+    presses: Presses = None,
     rate: Rate = None,
     longest: Longest = 2.0,
     rows_from: RowsFrom = None,
     steps: Annotated[int, typer.Option(min=1, help="Tokens of one stretch.")] = 64,
     stretches: Stretches = 5,
-    seed: Annotated[int, typer.Option(help="Of rows, splits and weights.")] = 0,
+    seed: Annotated[int, typer.Option(callback=_options.check_seed, help="Of rows, splits and weights.")] = 0,
     dtype: Dtype = "bfloat16",
     device: _options.Device = "auto",
     out: Out = None,
@@ -124,8 +125,9 @@ def prefill(
     policies: Policies = None,
     context: Prompts = "8192,32768",
     chunk_size: Annotated[str, typer.Option(help="Prompt tokens per forward pass, parted by commas.")] = "2048",
+    presses: Presses = None,
     stretches: Annotated[int, typer.Option(min=1, help="Prompts that are timed, after one that is not.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of tokens and weights.")] = 0,
+    seed: Annotated[int, typer.Option(callback=_options.check_seed, help="Of tokens and weights.")] = 0,
     dtype: Dtype = "bfloat16",
     device: _options.Device = "auto",
     out: Out = None,
@@ -134,7 +136,7 @@ def prefill(
     """Time the reading of random prompts up to the first token, and watch the memory that it takes over the weights.
 
     A policy with chunk= evicts while the prompt is read: what it takes beside the compressed cache then does not grow
-    with the prompt.
+    with the prompt. kvpress reads a prompt in one call.
 
     [bold]Examples[/bold]
 
@@ -149,6 +151,7 @@ def prefill(
         policies=tuple(policies or ()),
         contexts=numbers("--context", context),
         chunk_sizes=numbers("--chunk-size", chunk_size),
+        presses=tuple(presses or ()),
         dtype=dtype,
         device=device,
         stretches=stretches,
@@ -167,7 +170,7 @@ def memory(
     new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     chunk_size: _options.ChunkSize = 2048,
     longest: Longest = 2.0,
-    seed: Annotated[int, typer.Option(help="Of the split over heads.")] = 0,
+    seed: Annotated[int, typer.Option(callback=_options.check_seed, help="Of the split over heads.")] = 0,
     dtype: Dtype = "bfloat16",
     out: Out = None,
     json: _options.Json = False,
@@ -243,7 +246,7 @@ def kernels(
     rows_from: RowsFrom = None,
     repeats: Annotated[int, typer.Option(min=1, help="Replays of one stretch.")] = 10,
     stretches: Stretches = 7,
-    seed: Annotated[int, typer.Option(help="Of rows and splits.")] = 0,
+    seed: Annotated[int, typer.Option(callback=_options.check_seed, help="Of rows and splits.")] = 0,
     dtype: Dtype = "bfloat16",
     device: _options.Device = "auto",
     out: Out = None,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvfold.cli import _options
@@ -35,6 +37,8 @@ def command(
     allow_download: _options.AllowDownload = False,
 ) -> None:
     r"""Talk to a model on one growing cache; one line is one turn, /help lists the commands.
+
+    Ctrl-C ends an answer, Ctrl-D the conversation.
 
     [bold]Examples[/bold]
 
@@ -87,17 +91,52 @@ def _lines() -> Iterator[str]:
 
 def _turn(session: Session, text: str) -> None:
     from kvfold.cli._prompt import first_turn
+    from kvfold.cli._streams import check_text
 
+    check_text("a turn", text)
     ids = _next(session, text) if session.seen_tokens else first_turn(session.tokenizer, text)
 
     def write(piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    with progress_bar("reading") as progress:
-        answer = session.answer(ids, [], write, progress)
+    before = session.seen_tokens
+    try:
+        with progress_bar("reading") as progress, first_interrupt(sys.stdin.isatty()) as is_enough:
+            answer = session.answer(ids, [], write, progress, is_enough)
+    except KvfoldError:
+        if session.seen_tokens != before:
+            # refused so late that some layers have read the turn and others not
+            session.reset()
+            stderr().print("kvfold: the turn was read in part; the cache is empty again", markup=False, soft_wrap=True)
+        raise
     write("\n")
     stderr().print(f"[dim]{_one_line(session, answer)}[/dim]", soft_wrap=True)
+
+
+@contextmanager
+def first_interrupt(wanted: bool) -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C end an answer at its next token, so that the conversation is not lost; pressed again, it ends all.
+
+    Args:
+        wanted: Whether it shall; otherwise it ends all the first time.
+
+    Yields:
+        Tells whether it was pressed.
+    """
+    usual, pressed = signal.getsignal(signal.SIGINT), False
+
+    def press(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, usual)
+
+    if wanted:
+        signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _next(session: Session, text: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,8 +15,9 @@ import typer
 
 from kvfold._version import __version__
 from kvfold.cli import _options
-from kvfold.cli._console import note, print_json, progress_bar, seconds
-from kvfold.core.errors import ConfigError, must_be
+from kvfold.cli._console import note, print_json, progress_bar, seconds, stdout
+from kvfold.cli._files import check_file, write_file
+from kvfold.core.errors import ConfigError, MissingExtraError, must_be
 
 if TYPE_CHECKING:
     from kvfold.core.policy import Policy
@@ -59,7 +61,9 @@ def command(
     """
     began = time.perf_counter()
     rows = _policies(policies, keep)
-    path, drawn = demo_model("--model") if model is None else model, _check_plot(out)
+    check_file("--out", out, ".png")
+    draw = _drawing()
+    path = demo_model("--model") if model is None else model
     from kvfold.hf.load import load_model
 
     note(f"loading {path}")
@@ -70,7 +74,7 @@ def command(
     seen = conclusion(dense, curves)
     title = f"{facts_of_run['model']}: {len(quiz.questions)} facts in {tokens} tokens"
     subtitle = f"each policy compressed before any question was seen · greedy · seed {seed} · {facts_of_run['dtype']}"
-    drawn(dense, curves, out, title=title, subtitle=subtitle)
+    write_file(out, draw(dense, curves, title=title, subtitle=subtitle))
     total = time.perf_counter() - began
     if json:
         times = {"prefill_seconds": prefill, "total_seconds": total}
@@ -164,16 +168,14 @@ def demo_model(argument: str) -> str:
     raise ConfigError(f"{argument} must be given or the demo's model installed, got neither; {INSTALL}")
 
 
-def _check_plot(out: Path) -> Any:
-    """Return the function that draws; what would make it fail at the end is refused at the start."""
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(must_be("--out", "a file in an existing folder", str(out), "make the folder first"))
+def _drawing() -> Callable[..., bytes]:
+    """Return the function that draws; that it cannot is said before anything slow happens."""
     try:
         from kvfold.report.recall_plot import draw_recall
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        raise ConfigError("the plot needs matplotlib, got none; pip install 'kvfold[report]'") from None
+        raise MissingExtraError("the plot needs matplotlib; pip install 'kvfold[report]'") from None
     return draw_recall
 
 
@@ -252,13 +254,12 @@ def _facts(loaded: Model, name: str, quiz: Quiz, seed: int) -> dict[str, Any]:
 
 
 def _show(run: dict[str, Any], prefill: float, dense: Recall, curves: dict[str, list[Recall]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     asked = len(dense.answers)
     table = Table(title="facts recalled beside bytes held", title_justify="left", title_style="bold")
     for heading in ("policy", "keep", "facts", "KV MiB", "freed", "ttft", "tokens/s"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "policy" else "right", overflow="fold")
 
     def add(label: str, keep: str, one: Recall, last: bool) -> None:
         before, after = one.dense_nbytes / _MIB, one.nbytes / _MIB
@@ -278,7 +279,7 @@ def _show(run: dict[str, Any], prefill: float, dense: Recall, curves: dict[str, 
         for index, one in enumerate(ones):
             budget = re.search(r"keep=([^,)]+)", one.policy)
             add(label if not index else "", budget[1] if budget else "", one, index == len(ones) - 1)
-    console = Console(highlight=False)
+    console = stdout()
     console.print(table)
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     console.print(

@@ -12,6 +12,7 @@ import typer
 
 from kvfold.cli import _options
 from kvfold.cli._console import note, print_json, stderr
+from kvfold.cli._files import check_folder
 from kvfold.core.errors import MissingExtraError, UnsupportedError
 
 Several = list[str] | None
@@ -69,7 +70,7 @@ def command(
 
       kvfold eval MODEL --tasks niah_multikey_2,vt --lengths 4096,16K --policies 'manifoldkv(keep=0.5)' --out runs/one
 
-      kvfold eval MODEL --tasks qa_1 --lengths 4K --methods manifoldkv,keydiff --keep 0.5,0.25 --n 50 --out runs/two
+      kvfold eval MODEL --tasks cwe --lengths 4K --methods manifoldkv,keydiff --keep 0.5,0.25 --n 50 --out runs/two
 
       kvfold eval MODEL --tasks vt --lengths 4K --policies 'snapkv(keep=0.5)' --mode alone --out runs/timed --json
     """
@@ -91,6 +92,7 @@ def command(
     wanted, sizes = read_policies(policies, methods, allocators, keep), read_lengths(lengths)
     asked = [*read_tasks(tasks, data), *read_suites(suite)]
     # everything that needs no model is said before one is loaded
+    check_folder("--out", out)
     check_grid(wanted, [task.name for task in asked], sizes, n, aware)
     note(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)

@@ -138,7 +138,8 @@ def _run(session: Session | EngineSession, ids: Prompt, *, quiet: bool, warm: bo
 def _show(runs: list[dict[str, Any]], query_aware: bool) -> None:
     from rich.table import Table
 
-    table = Table("policy", title=f"question {'seen' if query_aware else 'not seen'} by the policy")
+    table = Table(title=f"question {'seen' if query_aware else 'not seen'} by the policy")
+    table.add_column("policy", overflow="fold")
     for run in runs:
         table.add_column(run["policy"], justify="right", overflow="fold")
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -161,7 +162,7 @@ def _show(runs: list[dict[str, Any]], query_aware: bool) -> None:
     stderr().print(table)
     for run in runs[1:]:
         stderr().print(f"[dim]{run['policy']} answered:[/dim] ", end="")
-        stderr().print(run["text"], markup=False)
+        stderr().print(run["text"], markup=False, soft_wrap=True)
 
 
 def _decoded_by(run: dict[str, Any]) -> str:

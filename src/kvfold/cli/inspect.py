@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvfold.cli import _options
-from kvfold.cli._console import note, print_json, progress_bar
+from kvfold.cli._console import note, print_json, progress_bar, stdout
+from kvfold.cli._files import check_file, write_file
 from kvfold.cli._text import cut_text, read_text
-from kvfold.core.errors import ConfigError, DataError, MissingExtraError, must_be
+from kvfold.core.errors import ConfigError, MissingExtraError, must_be
 
 if TYPE_CHECKING:
     from kvfold.eval.inspect import Advice, Measurements
@@ -53,8 +54,8 @@ def command(
 
     if keep not in KEEPS:
         raise ConfigError(must_be("--keep", f"one of {', '.join(map(str, KEEPS))}", keep, "choose one of these"))
-    if out is not None and out.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(must_be("--out", "a file that ends in .png or .html", str(out), "rename it"))
+    if out is not None:
+        check_file("--out", out, *_SUFFIXES)
     words = read_text(text)
     note(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, allow_download=allow_download)
@@ -84,22 +85,15 @@ def _draw(measured: Measurements, advice: Advice, title: str, out: Path) -> None
             raise
         raise MissingExtraError("--out needs matplotlib; pip install 'kvfold[report]'") from None
     png = draw_geometry(measured, title)
-    try:
-        if out.suffix.lower() == ".png":
-            out.write_bytes(png)
-        else:
-            out.write_text(geometry_page(measured, advice, title, png), encoding="utf-8")
-    except OSError as error:
-        raise DataError(must_be("--out", "a place that can be written to", str(out), str(error.strerror))) from None
+    write_file(out, png if out.suffix.lower() == ".png" else geometry_page(measured, advice, title, png))
 
 
 def _show(measured: Measurements, advice: Advice, out: Path | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from kvfold.eval.inspect.recovery import ORACLE
 
-    console = Console(highlight=False)
+    console = stdout()
     console.print(f"[bold]{advice.policy}[/bold]  by the rule, on {measured.tokens:,} tokens", soft_wrap=True)
     if advice.tau is not None:
         known = "by its rule" if advice.tau_within else "the least that was tried; its error is not within the bounds"
@@ -114,24 +108,24 @@ def _show(measured: Measurements, advice: Advice, out: Path | None) -> None:
         soft_wrap=True,
     )
     table = Table(title="attention on the rows kept")
-    table.add_column("rows kept by")
+    table.add_column("rows kept by", overflow="fold")
     for kept in measured.keeps:
-        table.add_column(f"{kept:.0%}", justify="right")
+        table.add_column(f"{kept:.0%}", justify="right", overflow="fold")
     for name in measured.layers[0].recovery:
         label = "best possible" if name == ORACLE else name
         table.add_row(label, *(f"{measured.recovery(name, kept):.1%}" for kept in measured.keeps))
     console.print(table)
     table = Table(title="percentile of the first key")
-    table.add_column("ranked by")
+    table.add_column("ranked by", overflow="fold")
     for length in measured.lengths:
-        table.add_column(f"{length:,}", justify="right")
+        table.add_column(f"{length:,}", justify="right", overflow="fold")
     for name in measured.metric_names:
         table.add_row(name, *(f"{measured.sink(name, length):.0%}" for length in measured.lengths))
     console.print(table)
     if measured.reading is not None:
         table = Table(title="reading by query (refinekv)")
         for name in ("tau", "rows read", "error, median", "95th percentile"):
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", overflow="fold")
         for point in measured.reading.points:
             figures = (f"{point.tau:g}", f"{point.rows:.0%}", f"{point.median:.1%}", f"{point.p95:.0%}")
             table.add_row(*figures, style="bold" if point.tau == advice.tau else None)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import _options
-from kvfold.cli._console import print_json
+from kvfold.cli._console import print_json, stdout
 
 if TYPE_CHECKING:
     from kvfold.core.catalogue import Entry
@@ -27,7 +27,6 @@ def command(json: _options.Json = False) -> None:
     if json:
         print_json({"methods": rows})
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_lines=True)
@@ -37,7 +36,7 @@ def command(json: _options.Json = False) -> None:
         table.add_row(
             row["name"], row["role"], "\n".join(row["needs"]), "\n".join(show_parameters(row)), row["summary"]
         )
-    Console(highlight=False).print(table)
+    stdout().print(table)
 
 
 def describe(entry: Entry) -> dict[str, Any]:

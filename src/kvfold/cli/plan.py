@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvfold.cli import _options
-from kvfold.cli._console import print_json, size
+from kvfold.cli._console import print_json, size, stdout
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,7 @@ POLICIES = [
     "manifoldkv(keep=4096, chunk=4096)",
 ]
 """What is compared unless the user says otherwise."""
+CONTEXT = 32768
 
 
 def command(
@@ -33,7 +34,10 @@ def command(
             help="Folder with config.json, .gguf file, hub id in the local cache, or a name such as llama-3.1-8b.",
         ),
     ],
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32768,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Tokens of each prompt; {CONTEXT}, or what the model takes, if left out."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
     memory: Annotated[str, typer.Option(help="Memory of the device, e.g. 80GiB.")] = "80GiB",
     weights: Annotated[
@@ -65,6 +69,8 @@ def command(
     chosen = [kvfold.policy(text) for text in policies or POLICIES]
     room, given = parse_memory(memory), None if weights is None else parse_memory(weights)
     shape = shape_of(read_config(model), model)
+    if context is None:
+        context = min(CONTEXT, shape.max_tokens or CONTEXT)
     plan = make_plan(
         shape,
         chosen,
@@ -95,11 +101,10 @@ def _dtype(name: str, shape: ModelShape) -> torch.dtype:
 
 
 def _show(plan: Plan, quantized: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     free = plan.memory_nbytes - plan.weights_nbytes
-    console = Console(highlight=False)
+    console = stdout()
     console.print(
         f"{plan.model}: {plan.parameters / 1e9:.2f}B weights, {size(plan.weights_nbytes)} in {plan.dtype}, leave "
         f"{size(max(0, free))} of {size(plan.memory_nbytes)}; a token takes {size(plan.dense_nbytes_per_token)}",
@@ -109,7 +114,7 @@ def _show(plan: Plan, quantized: bool) -> None:
     table = Table(title=f"{plan.batch} x {plan.context:,} tokens")
     table.add_column("policy", overflow="fold")
     for heading in ("KV held", "at most", "saved", "fits", "max batch", "max context"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for one in plan.policies:
         batch = f"{one.max_batch:,}" + (f" ({one.max_batch_held:,})" if one.max_batch_held > one.max_batch else "")
         table.add_row(

@@ -10,7 +10,8 @@ import typer
 
 from kvfold.cli import _options
 from kvfold.cli._console import note, print_json, progress_bar
-from kvfold.core.errors import ConfigError, MissingExtraError, must_be
+from kvfold.cli._files import check_file, check_folder, write_file
+from kvfold.core.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from kvfold.report.merge import Evidence
@@ -33,7 +34,9 @@ def command(
 
       kvfold report runs/qwen runs/qwen-timed --out qwen.html --png figures --open
     """
-    check_paths(out, png)
+    check_file("--out", out)
+    if png is not None:
+        check_folder("--png", png)
     try:
         from kvfold.report.figures.static import write_pngs
         from kvfold.report.merge import gather
@@ -46,7 +49,7 @@ def command(
     evidence = gather(runs)
     with progress_bar("Comparing") as report:
         summary = summarize(evidence, report)
-    write(out, build_page(evidence, summary))
+    write_file(out, build_page(evidence, summary))
     pictures = write_pngs(evidence, summary, png) if png is not None else []
     for remark in summary.notes:
         note(remark)
@@ -57,32 +60,6 @@ def command(
         return
     for path in (out, *pictures):
         print(path)
-
-
-def check_paths(out: Path, png: Path | None) -> None:
-    """Refuse places that cannot be written to, before anything is computed.
-
-    Args:
-        out: The page.
-        png: Folder of the pictures.
-
-    Raises:
-        ConfigError: If a folder is named where a file must be, or the other way round.
-    """
-    if out.is_dir():
-        raise ConfigError(must_be("--out", "a file", str(out), "add a name, e.g. report.html"))
-    if not out.parent.is_dir():
-        raise ConfigError(must_be("--out", "in a folder that exists", str(out), f"make {str(out.parent)!r} first"))
-    if png is not None and png.exists() and not png.is_dir():
-        raise ConfigError(must_be("--png", "a folder", str(png), "name another place"))
-
-
-def write(out: Path, page: str) -> None:
-    """Write the page; raises :class:`ConfigError` if the place does not allow it."""
-    try:
-        out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}; name another place") from error
 
 
 def document(evidence: Evidence, summary: Summary, out: Path, pictures: list[Path]) -> dict[str, Any]:

@@ -101,7 +101,9 @@ def heat_table(grid: DepthGrid) -> Markup:
         tag("tr", tag("th", depth, scope="row"), [_heat_cell(cell) for cell in cells])
         for depth, cells in zip(grid.depths, grid.cells, strict=True)
     ]
-    caption = tag("caption", tag("b", grid.policy), tag("span", f" {words.awareness(grid.query_aware)}", class_="ci"))
+    caption = tag(
+        "caption", tag("b", breakable(grid.policy)), tag("span", f" {words.awareness(grid.query_aware)}", class_="ci")
+    )
     return box(label, tag("table", caption, tag("thead", tag("tr", head)), tag("tbody", rows), class_="heat"))
 
 

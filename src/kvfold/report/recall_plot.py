@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -23,23 +23,24 @@ _CONTROLS = ("random", "streamingllm")
 def draw_recall(
     dense: Recall,
     curves: Mapping[str, Sequence[Recall]],
-    path: Path,
     *,
     title: str,
     subtitle: str,
     width: int = 1600,
     height: int = 960,
-) -> None:
-    """Draw the plot and write it as a PNG.
+) -> bytes:
+    """Draw the plot.
 
     Args:
         dense: What the uncompressed cache recalled.
         curves: What each method recalled, by its label.
-        path: Where to.
         title: First line.
         subtitle: Second line, smaller.
         width: Pixels.
         height: Pixels.
+
+    Returns:
+        A PNG.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI)
@@ -50,7 +51,9 @@ def draw_recall(
         _labels(axes, ends, asked)
         figure.text(0.03, 0.945, title, fontsize=15, fontweight="bold", color=INK, va="center")
         figure.text(0.03, 0.89, subtitle, fontsize=10, color=GREY, va="center")
-        figure.savefig(path, format="png", dpi=_DPI)
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=_DPI)
+    return png.getvalue()
 
 
 def _lines(

@@ -193,6 +193,9 @@ def summarize(evidence: Evidence, progress: Callable[[int, int], None] | None = 
     notes, policies = list(evidence.notes), evidence.policies
     if any({"group", "turn"} <= sample.record.facts.keys() for sample in evidence.samples):
         notes.append("Each turn of a conversation counts as a sample; intervals take turns for independent.")
+    asked_at = {place[1:]: {p.task for p in single if p[1:] == place[1:]} for place in overall}
+    if any(tasks != next(iter(asked_at.values())) for tasks in asked_at.values()):
+        notes.append("Not every task was asked at every length: rows of all tasks do not compare across lengths.")
     rows: dict[Place, tuple[Row, ...]] = {}
     places = (*overall, *single)
     for done, place in enumerate(places):

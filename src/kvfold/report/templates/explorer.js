@@ -17,6 +17,7 @@
   };
 
   const short = (value) => (value !== 0 && Math.abs(value) < 0.001 ? value.toExponential(1) : value.toPrecision(3));
+  const number = (value) => (Math.abs(value) < 0.005 ? "0.00" : value.toFixed(2).replace("-", "\u2212"));
   const percent = (share) => `${(100 * share).toFixed(1)}\u00a0%`;
   const keysOf = (at) => {
     const first = data.clusters[at].first;
@@ -107,7 +108,7 @@
       { type: "scatter", mode: "lines", name: "mean key", x: [places[0] - 0.5, places[places.length - 1] + 0.5], y: [mean, mean],
         hoverinfo: "skip", line: { color: "var(--series-0)", width: 2, dash: "dash" } },
       { type: "scatter", mode: "markers", name: "keys", x: places, y: one.logits,
-        text: one.logits.map((logit, key) => `key ${places[key]}<br>logit ${logit.toFixed(2)}<br>${percent(one.share * weights[key] / total)} of the attention`),
+        text: one.logits.map((logit, key) => `key ${places[key]}<br>logit ${number(logit)}<br>${percent(one.share * weights[key] / total)} of the attention`),
         hovertemplate: "%{text}<extra></extra>", marker: { symbol: "diamond", size: 10, color: "var(--series-1)" } },
     ], {
       xaxis: { title: { text: "Position of the key" }, tickformat: "d", nticks: 8 },
@@ -120,10 +121,10 @@
       `${percent(one.share)} of the attention; its mean alone would get ${percent(one.importance)}.`;
     byId("plot-keys-name").textContent = said;
     byId("plot-keys").setAttribute("aria-label", `Logits of the keys of a cluster. ${said}`);
-    byId("keys-caption").textContent = `Keys of cluster ${at}; its mean key has the logit ${mean.toFixed(2)}`;
+    byId("keys-caption").textContent = `Keys of cluster ${at}; its mean key has the logit ${number(mean)}`;
     byId("keys-rows").replaceChildren(...one.logits.map((logit, key) => row([
-      ["th", String(places[key])], ["td", data.pieces[places[key]].replace(/\n/g, "\u21b5"), true], ["td", logit.toFixed(2)],
-      ["td", (logit - mean >= 0 ? "+" : "\u2212") + Math.abs(logit - mean).toFixed(2)], ["td", percent(one.share * weights[key] / total)],
+      ["th", String(places[key])], ["td", data.pieces[places[key]].replace(/\n/g, "\u21b5"), true], ["td", number(logit)],
+      ["td", (logit - mean >= 0.005 ? "+" : "") + number(logit - mean)], ["td", percent(one.share * weights[key] / total)],
     ])));
     byId("before").disabled = at === 0;
     byId("after").disabled = at === data.clusters.length - 1;
