@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral
 from typing import Literal
 
 from kvfold.core.errors import ConfigError, must_be
@@ -120,9 +121,10 @@ class Budget:
                 raise ConfigError(
                     must_be("keep", "tokens, a fraction or bytes", keep, "give e.g. 1024, 0.25, 25% or 64MiB")
                 ) from None
-        if isinstance(keep, bool) or not isinstance(keep, (int, float)):
+        # whole numbers of other packages too, such as numpy's
+        if isinstance(keep, bool) or not isinstance(keep, (Integral, float)):
             raise ConfigError(must_be("keep", "tokens, a fraction or bytes", keep, "give e.g. 1024, 0.25 or '64MiB'"))
-        return cls.tokens(keep) if isinstance(keep, int) else cls.fraction(keep)
+        return cls.tokens(int(keep)) if isinstance(keep, Integral) else cls.fraction(keep)
 
     def resolve(self, seen_tokens: int, *, row_nbytes: int = 0, slack_rows: int = 0, minimum: int = 1) -> int:
         """Turn the budget into tokens per KV head.

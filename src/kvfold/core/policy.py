@@ -16,6 +16,8 @@ from kvfold.core.types import Need
 
 SINK_TOKENS = 4
 RECENT_TOKENS = 32
+_COMMON = ("keep", "allocator", "sink_tokens", "recent_tokens", "chunk", "every")
+"""Parameters of every evicting method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +211,11 @@ def _build(calls: list[Call]) -> Policy:
 def _evicting(call: Call) -> Policy:
     params = dict(call.params)
     entry = catalogue.find(call.name, "evict")
-    if params.get("keep") is None:
+    common = {key: params.pop(key) for key in _COMMON if key in params}
+    # first, as a parameter that is not known may be a misspelt keep
+    evictor: Evictor = _construct(entry, params, _COMMON)
+    if common.get("keep") is None:
         raise ConfigError(f"{call.name} needs keep; give a fraction, tokens or bytes, e.g. {call.name}(keep=0.25)")
-    common = {
-        key: params.pop(key)
-        for key in ("keep", "allocator", "sink_tokens", "recent_tokens", "chunk", "every")
-        if key in params
-    }
-    evictor: Evictor = _construct(entry, params)
     budget = Budget.parse(common["keep"])
     wanted = common.get("allocator") or evictor.default_allocator
     allocator_calls = [wanted] if isinstance(wanted, Call) else parse_calls(wanted) if isinstance(wanted, str) else []
@@ -259,12 +258,12 @@ def _count(name: str, value: object, least: int) -> int:
     return value
 
 
-def _construct(entry: catalogue.Entry, params: dict[str, Any]) -> Any:
-    """Make the method; unknown parameters are refused with the known ones."""
+def _construct(entry: catalogue.Entry, params: dict[str, Any], common: tuple[str, ...] = ()) -> Any:
+    """Make the method; unknown parameters are refused with the known ones, its own and common ones."""
     loaded = entry.load()
     known = [field.name for field in dataclasses.fields(loaded)]
     for name in params:
         if name not in known:
-            own = ", ".join(known) or "none of its own"
+            own = ", ".join((*known, *common)) or "none of its own"
             raise ConfigError(f"{entry.name} has no parameter {name!r}; its parameters: {own}")
     return loaded(**params)

@@ -193,3 +193,9 @@ def test_bad_values_name_keep_and_a_fix(value: object) -> None:
 def test_constructors_refuse_other_kinds(make: object, value: object) -> None:
     with pytest.raises(ConfigError, match=r"^keep must be .*; give"):
         make(value)
+
+
+def test_whole_numbers_of_numpy_count_tokens() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert Budget.parse(numpy.int64(100)) == Budget.tokens(100)
+    assert Budget.parse(numpy.float64(0.5)) == Budget.fraction(0.5)
