@@ -191,6 +191,9 @@ def test_bad_calls_of_prefill() -> None:
     cache = kvfold.Cache(tiny.ours(), POLICY)
     with pytest.raises(ShapeError, match=r"input_ids must be \[batch, tokens\], got \[5\]; add a batch axis"):
         cache.prefill(tiny.ids(5)[0])
+    for given, told in (([[1, 2]], "list"), ("text", "str"), (tiny.ids(5).float(), "torch.float32 numbers")):
+        with pytest.raises(ConfigError, match=f"input_ids must be a tensor of token ids, got {told}; give tokenizer"):
+            cache.prefill(given)  # type: ignore[arg-type]
     for size in (0, -3):
         with pytest.raises(ConfigError, match=f"chunk_size must be at least 1, got {size}; leave it out"):
             cache.prefill(tiny.ids(5), chunk_size=size)

@@ -24,6 +24,8 @@ REPLAY_OVERLAP = 8
 """Tokens before a chunk that are read again with it, so that the model knows where it is."""
 REPLAY_SINKS = 4
 """First rows that share the softmax of every replayed chunk."""
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Types of token ids."""
 
 
 def check_prompt(cache: Cache, columns: int) -> None:
@@ -60,6 +62,11 @@ def prefill(
     replay_prompt: Tensor | None,
 ) -> Tensor:
     """Feed a prompt as :meth:`kvfold.Cache.prefill` does, and return the logits of its last column."""
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in _WHOLE:
+        got = f"{input_ids.dtype} numbers" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ConfigError(
+            f"input_ids must be a tensor of token ids, got {got}; give tokenizer(text, return_tensors='pt').input_ids"
+        )
     if input_ids.ndim != 2:
         raise ShapeError(
             must_be("input_ids", "[batch, tokens]", list(input_ids.shape), "add a batch axis with input_ids[None]")
