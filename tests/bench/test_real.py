@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,10 @@ DECODE = DecodeSettings(
     policies=("refinekv",),
 )
 RATE = RateSettings(
-    model="", policies=("refinekv(cluster=8)", "quest(read=0.5, dense_layers=0)"), contexts=(128, 256), steps=8
+    model="",
+    policies=("refinekv(cluster=8, tau=0.003)", "quest(read=0.5, dense_layers=0)"),
+    contexts=(128, 256),
+    steps=8,
 )
 
 
@@ -107,6 +111,37 @@ def test_rates_of_everything_and_nothing(model_dir: Path, tau: str, rate: float)
     assert cell["rate"] == pytest.approx(rate, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (
+            {"rate": 0},
+            r"--rate .*rate.json' must hold a share above 0 and below 1, holds 0\.0 of refinekv; give a number",
+        ),
+        ({"rate": 1.0}, "must hold a share above 0 and below 1"),
+        ({"rate": float("nan")}, "must hold a share above 0 and below 1"),
+        ({"rate": "a"}, "is damaged: a cell lacks its method, context or rate"),
+        ({"rate": 0.1, "context": None}, "is damaged"),
+        ({"rate": 0.1, "method": []}, "is damaged"),
+        ({}, "must hold the share of one policy, holds none"),
+    ],
+)
+def test_records_without_a_share(tmp_path: Path, cell: dict[str, object], words: str) -> None:
+    file, tables = tmp_path / "rate.json", {"settings": {}, "environment": {}}
+    cells = [{"method": "refinekv", "context": 64, "batch": 1, **cell}]
+    file.write_text(json.dumps({"schema_version": 1, "kind": "bench rate", **tables, "cells": cells}))
+    with pytest.raises(DataError, match=words) as caught:
+        read_rate(str(file), ("refinekv",))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"schema_version": 1}', '{"schema_version": 1, "kind": "bench rate"}'])
+def test_files_that_are_no_records(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(DataError, match=r"x\.json"):
+        read_rate(tmp_path / "x.json", ())
+
+
 def test_rates_that_cannot_be_meant(model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
     settings = dataclasses.replace(RATE, model=str(model_dir))
     for wrong, error in (
@@ -118,8 +153,9 @@ def test_rates_that_cannot_be_meant(model_dir: Path, tmp_path: Path) -> None:  #
         with pytest.raises(error):
             run_rate(dataclasses.replace(settings, **wrong))  # type: ignore[arg-type]
     run_rate(
-        dataclasses.replace(settings, policies=("refinekv", "refinekv(tau=0.5)"), contexts=(64,)), Folder(tmp_path)
+        dataclasses.replace(settings, policies=("refinekv", "refinekv(cluster=8, tau=0.01)"), contexts=(64,)),
+        Folder(tmp_path),
     )
     with pytest.raises(DataError, match="one policy"):
         read_rate(tmp_path, ("quest(read=0.1)",))
-    assert 0 <= read_rate(tmp_path, ("refinekv(tau=0.5)",)) <= 1
+    assert 0 < read_rate(tmp_path, ("refinekv(cluster=8, tau=0.01)",)) < 1

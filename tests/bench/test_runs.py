@@ -15,7 +15,7 @@ import torch
 from kvfold.bench import DecodeSettings, Folder, KernelSettings, run_decode, run_kernels
 from kvfold.bench import decode as decode_module
 from kvfold.bench.models import device_of, geometry_of, make_model
-from kvfold.bench.record import read_record, write_whole
+from kvfold.bench.record import SCHEMA, read_record, write_whole
 from kvfold.core.errors import ConfigError, DataError, KvfoldError
 
 RAGGED, READS = "knorm(keep=0.5, allocator=ada)", "refinekv"
@@ -107,6 +107,23 @@ def test_a_record_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"batches": (0,)}, "--batch"),
         ({"stretches": 0}, "--stretches"),
         ({"longest": 0.5}, "--longest"),
+        ({"longest": float("nan")}, "--longest must be a number of at least 1, got nan; give longest over mean"),
+        ({"longest": float("inf")}, "--longest must be"),
+        ({"longest": "2"}, "--longest must be"),
+        ({"contexts": 300}, "--context must be whole numbers of at least 1, got 300"),
+        ({"contexts": (2.5,)}, "--context must be"),
+        ({"contexts": (float("nan"),)}, "--context must be"),
+        ({"batches": ("1",)}, "--batch must be"),
+        ({"stretches": None}, "--stretches must be"),
+        ({"seed": 10**30}, "--seed must be a whole number of 64 bits"),
+        ({"seed": 1.5}, "--seed must be"),
+        ({"policies": "refinekv"}, "--policy must be texts in a tuple, got 'refinekv'"),
+        ({"policies": (), "rate": float("nan")}, "--rate must be above 0 and below 1, got nan"),
+        ({"rate": "0.1"}, "--rate must be"),
+        ({"shape": None}, "--shape must be text, got None"),
+        ({"dtype": []}, "--dtype"),
+        ({"device": "meta"}, "--device must be auto or a device of this machine, got 'meta'"),
+        ({"rows_from": 3}, "MODEL must be"),
         ({"dtype": "int3"}, "--dtype"),
         ({"rate": 2.0}, "--rate"),
         ({"policies": ("dense",)}, "--policy"),
@@ -161,14 +178,25 @@ def test_a_tied_head_stays_tied() -> None:
 def test_records_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "decode.json"
     with pytest.raises(DataError, match="cannot be read"):
-        read_record(file)
+        read_record(file, "decode")
     file.write_text("{")
     with pytest.raises(DataError, match="damaged"):
-        read_record(file)
+        read_record(file, "decode")
     for text in ("[]", '{"schema_version": 99}'):
         file.write_text(text)
         with pytest.raises(DataError, match="schema version"):
-            read_record(file)
+            read_record(file, "decode")
+    whole = {"schema_version": SCHEMA, "kind": "bench decode", "settings": {}, "environment": {}, "cells": []}
+    file.write_text(json.dumps(whole))
+    assert read_record(file, "decode") == whole
+    with pytest.raises(DataError, match=r"must be a record of kvfold bench rate, got 'bench decode'; name another"):
+        read_record(file, "rate")
+    for name, value in (("cells", 3), ("cells", [3]), ("settings", None), ("environment", [])):
+        file.write_text(json.dumps({**whole, name: value}))
+        with pytest.raises(DataError, match="is damaged: it must hold settings, environment and cells"):
+            read_record(file, "decode")
+    with pytest.raises(DataError, match="cannot be written"):
+        run_decode(DECODE, Folder(tmp_path / ("a" * 300)))
     with pytest.raises(DataError, match="cannot be written"):
         write_whole(file / "below.json", "")
 

@@ -83,6 +83,14 @@ def test_sentences_join_to_the_text_again() -> None:
     assert not any(sentence.endswith((" Mr.", " Mrs.")) for sentence in sentences(text))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("tokens", float("nan")), ("tokens", "900"), ("facts", 2.5), ("facts", None)]
+)
+def test_sizes_that_are_no_whole_numbers_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be"):
+        build_needles(list, **{name: value})  # type: ignore[arg-type]
+
+
 def test_an_unknown_text_is_refused() -> None:
     assert list(TEXTS) == ["emma"]
     with pytest.raises(ConfigError, match="text must be one of emma, got 'persuasion'"):

@@ -184,13 +184,14 @@ def test_weights_may_be_given() -> None:
 
 @pytest.mark.parametrize(("size", "found"), [("80GiB", 80 << 30), ("24GB", 24 * 10**9), ("512 MiB", 512 << 20)])
 def test_memory_is_read_with_its_unit(size: str, found: int) -> None:
-    assert parse_memory(size) == found
+    assert parse_memory("--memory", size) == found
 
 
 @pytest.mark.parametrize("size", ["", "80", "80 apples", "-1GiB", "0GiB"])
 def test_memory_without_sense_is_refused(size: str) -> None:
-    with pytest.raises(ConfigError, match="80GiB"):
-        parse_memory(size)
+    for option in ("--memory", "--weights"):
+        with pytest.raises(ConfigError, match=f"^{option} must be a size with a unit, got '{size}'; give e.g. 80GiB"):
+            parse_memory(option, size)
 
 
 def _folder(path: Path) -> str:

@@ -147,3 +147,20 @@ def test_sides_that_do_not_pair_are_refused(scores: list[list[float]], reference
 def test_no_scores_have_no_mean() -> None:
     with pytest.raises(ConfigError, match="at least one"):
         mean_interval([])
+
+
+@pytest.mark.parametrize(
+    "scores", [[1.0, float("nan"), 0.0], [float("inf"), 0.0, 0.0], ["a", 1.0, 1.0], [[1.0], [0.0], [0.0]]]
+)
+def test_scores_that_are_no_numbers_give_no_verdict(scores: list[float]) -> None:
+    for call in (lambda: compare([scores], [[1.0, 0.0, 1.0]]), lambda: mean_interval(scores)):
+        with pytest.raises(ConfigError, match=r"scores must be finite numbers, one per sample, got .*; leave out"):
+            call()
+    with pytest.raises(ConfigError, match="scores must be finite"):
+        compare([[1.0, 0.0, 1.0]], [scores])
+
+
+@pytest.mark.parametrize("wrong", [{"resamples": 0}, {"seed": -1}, {"resamples": 1.5}])
+def test_resampling_needs_whole_numbers(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
+        mean_interval([1.0, 0.0], **wrong)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from tests.helpers import tiny
 from tests.helpers.studies import CLUSTER, TOKENS, study
 from torch import Tensor
 
-from kvfold.core.errors import ConfigError, DataError, UnsupportedError
+from kvfold.core.errors import ConfigError, UnsupportedError
 from kvfold.eval.study import (
     Exploration,
     MassFigures,
@@ -25,7 +24,6 @@ from kvfold.eval.study import (
     study_mass,
     study_risk,
     study_summaries,
-    write_whole,
 )
 from kvfold.eval.study.risk import HEADS, LEAST, SHARES
 from kvfold.eval.study.rows import QUERIES, StudyRows, read_rows, spread_positions
@@ -410,6 +408,15 @@ def test_what_is_not_there_is_refused() -> None:
         check_layers(tiny.ours("gemma2"), None)
     assert check_layers(tiny.ours("gemma2"), None, clusters=False) == (1, 3)
     assert check_layers(model, (1, 0, 1)) == (0, 1)
+    for layer in (None, 0.0, "0", True):
+        with pytest.raises(ConfigError, match="layer must be between 0 and 1"):
+            check_layers(model, (layer,))  # type: ignore[arg-type]
+    for layers in ((), 1):
+        with pytest.raises(ConfigError, match="layers must be a list of at least one"):
+            check_layers(model, layers)  # type: ignore[arg-type]
+    for head, position in ((None, 0), (1.5, 0), (0, "3"), (0, 1.5)):
+        with pytest.raises(ConfigError, match=r"must be (a query head )?between 0 and"):
+            check_place(model, head, position, TOKENS)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="nothing to study"):
         check_layers(tiny.ours("mistral_sliding"), None)
     with pytest.raises(ConfigError, match="head must be a query head between 0 and 3, got 4"):
@@ -444,15 +451,6 @@ def test_records_are_read_back_as_they_were(kind: str) -> None:
     assert StudyRecord.model_validate_json(record.model_dump_json()) == record
     assert set(record.versions) == {"kvfold", "torch", "transformers"}
     assert record.settings.tokens == TOKENS
-
-
-def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a", b"one")
-    write_whole(tmp_path / "a", b"two")
-    assert (tmp_path / "a").read_bytes() == b"two"
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    with pytest.raises(DataError, match="cannot be written"):
-        write_whole(tmp_path / "none" / "a", b"")
 
 
 def test_progress_is_told_to_its_end() -> None:

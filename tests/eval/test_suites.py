@@ -292,6 +292,9 @@ def test_wrong_names_and_places_are_refused(tmp_path: Path):
         read("aime", tmp_path / "none" / "here")
     with pytest.raises(ConfigError, match="source must be a folder with files in"):
         read("aime", tmp_path)
+    for source in ("a" * 300, "~nobody-of-this-name", None, 3):
+        with pytest.raises(ConfigError, match="source must be a file, a folder or a hub id owner/name, got"):
+            read("ruler", source)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="count must be at least 1, got 0"):
         read("aime", tmp_path, count=0)
     (tmp_path / "book.jsonl").write_text(json.dumps(BOOK), encoding="utf-8")

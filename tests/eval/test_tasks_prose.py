@@ -13,7 +13,7 @@ from kvfold.core.errors import ConfigError, DataError
 from kvfold.eval.metrics import score
 from kvfold.eval.sample import Task
 from kvfold.eval.tasks import TaskEntry, task, tasks
-from kvfold.eval.tasks.build import prompt_tokens
+from kvfold.eval.tasks.build import chance, distinct, prompt_tokens
 from kvfold.eval.tasks.haystack import builtin
 from kvfold.eval.tasks.perplexity import Perplexity
 from kvfold.eval.tasks.words import ADJECTIVES, FIRST_NAMES, LAST_NAMES, NOUNS, PLACES, TRADES, VERBS
@@ -139,12 +139,55 @@ def test_mistakes_offer_the_nearest_names():
         tasks("rulers")
     with pytest.raises(ConfigError, match="hops must be at least 1, got 0"):
         task("vt", hops=0)
-    with pytest.raises(ConfigError, match="parameters of vt must be of the types of"):
+    with pytest.raises(ConfigError, match="of vt must be a whole number, got"):
         task("vt", hops="4")
     with pytest.raises(ConfigError, match="turns must be 1 to facts=8, got 9"):
         task("shared_context", turns=9)
     with pytest.raises(ConfigError, match="count must be at least 1, got 0"):
         task("vt").samples(0, 1000, 0, count_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("vt", {"hops": 2.5}, "hops of vt must be a whole number, got 2.5; leave it out for 4"),
+        ("vt", {"example": 3}, "example of vt must be True or False, got 3"),
+        ("vt", {"chains": 5000}, r"chains must be such that chains \* \(hops \+ 1\) is at most 10000, got '5000, 4'"),
+        ("fwe", {"alpha": float("nan")}, "alpha must be from 1.01 to 8, got nan; RULER has 2.0"),
+        ("fwe", {"alpha": 50.0}, "alpha must be from 1.01 to 8"),
+        ("fwe", {"letters": 0}, "letters must be 1 to 64, got 0"),
+        ("fwe", {"letters": 1, "vocabulary": 100}, "vocabulary must be 0, or 5 to 13 with letters=1, got 100"),
+        ("cwe", {"num_cw": 0}, "num_cw must be 1 to"),
+        ("cwe", {"freq_cw": 10**9}, "freq_cw must be above freq_ucw=3 >= 1, and at most 10000"),
+        ("niah_single_2", {"data": 3}, "data of niah_single_2 must be a path, got 3"),
+        ("passcodes", {"text": []}, "text of passcodes must be text"),
+    ],
+)
+def test_parameters_that_make_no_task(name: str, params: dict[str, object], words: str):
+    with pytest.raises(ConfigError, match=words):
+        task(name, **params).samples(1, 900, 0, count_tokens)
+
+
+@pytest.mark.parametrize("name", ["passcodes", "perplexity"])
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ((1.5, 900, 0), "count must be a whole number of at least 1, got 1.5"),
+        ((1, float("nan"), 0), "tokens must be a whole number of at least 1, got nan"),
+        ((1, "900", 0), "tokens must be"),
+        ((1, 900, None), "seed must be a whole number, got None; give e.g. 0"),
+    ],
+)
+def test_samples_are_asked_for_in_whole_numbers(name: str, asked: tuple[int, int, int], words: str):
+    with pytest.raises(ConfigError, match=words):
+        task(name).samples(*asked, count_tokens)
+
+
+def test_drawing_ends_where_there_are_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvfold.eval.tasks.build._MISSES", 1000)
+    rng = chance("digits")
+    with pytest.raises(ConfigError, match="words of a task must be at most 10, as no more are different, got 11"):
+        distinct(lambda: str(rng.randrange(10)), 11)
 
 
 @pytest.mark.parametrize("words", [ADJECTIVES, NOUNS, VERBS, PLACES, TRADES, FIRST_NAMES, LAST_NAMES])

@@ -275,7 +275,7 @@ def test_impossible_questions_are_left_out_and_answers_are_different(folder: Pat
 
 def test_questions_without_their_file_are_refused_by_name():
     with pytest.raises(
-        ConfigError, match=r"data must be a folder for qa_1, got None; give the folder that holds squad"
+        ConfigError, match=r"data must be a folder for qa_1, got none; give the one that holds squad.*--data or data="
     ):
         task("qa_1")
 

@@ -13,10 +13,10 @@ from kvfold.bench.rate import can_seek, expanded_share, seek_amount
 from kvfold.bench.real import Rows, rows_of
 from kvfold.bench.record import Folder, Record
 from kvfold.bench.rows import held_rows, longest_over_mean, mean_rows
-from kvfold.bench.settings import OnCell, OnProgress, check_shared, facts
+from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_shared, check_texts, facts
 from kvfold.bench.stats import Spread
 from kvfold.bench.timing import allocated, give_back, peak_of, per_token, reset_peak, stretch, told
-from kvfold.core.errors import ConfigError, KvfoldError, must_be
+from kvfold.core.errors import KvfoldError
 from kvfold.core.policy import Policy
 from kvfold.hf.load import Model
 from kvfold.hf.press import PressedRun, check_press
@@ -144,8 +144,8 @@ def check(settings: DecodeSettings) -> list[Policy]:
         UnsupportedError: If a rate is asked of a retriever that has none.
     """
     for name, value in (("--steps", settings.steps), ("warm_up", settings.warm_up)):
-        if value < 1:
-            raise ConfigError(must_be(name, "at least 1", value, "leave it out"))
+        check_counts(name, (value,))
+    check_texts("--kvpress", settings.presses)
     for text in settings.presses:
         check_press(text)
     return check_shared(settings)

@@ -20,10 +20,10 @@ from kvfold.bench.rate import can_seek, expanded_share, seek
 from kvfold.bench.real import Rows, rows_of
 from kvfold.bench.record import Folder, Record
 from kvfold.bench.rows import held_rows, longest_over_mean, mean_rows, split
-from kvfold.bench.settings import OnCell, OnProgress, check_shared, facts
+from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_shared, facts
 from kvfold.bench.stats import Spread
 from kvfold.bench.timing import give_back, per_call, told
-from kvfold.core.errors import ConfigError, KvfoldError, must_be
+from kvfold.core.errors import KvfoldError
 from kvfold.core.memory import kv_row_nbytes
 from kvfold.core.policy import Policy
 from kvfold.runtime import Engine
@@ -147,8 +147,7 @@ def check(settings: KernelSettings) -> list[Policy]:
         ConfigError: If one breaks its rule.
         UnsupportedError: If a rate is asked of a retriever that has none.
     """
-    if settings.repeats < 1:
-        raise ConfigError(must_be("--repeats", "at least 1", settings.repeats, "leave it out"))
+    check_counts("--repeats", (settings.repeats,))
     return check_shared(settings)
 
 

@@ -11,15 +11,24 @@ from kvfold.bench.cells import Key, fill
 from kvfold.bench.models import config_of, count_parameters, dtype_of
 from kvfold.bench.record import Folder, Record
 from kvfold.bench.rows import held_rows
-from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_policies, facts
+from kvfold.bench.settings import (
+    OnCell,
+    OnProgress,
+    check_counts,
+    check_longest,
+    check_policies,
+    check_shape,
+    facts,
+)
 from kvfold.bench.timing import told
-from kvfold.core.errors import ConfigError, KvfoldError, must_be
+from kvfold.core.errors import KvfoldError
 from kvfold.core.policy import Policy
 from kvfold.hf.cache_size import LayerBytes, dense_nbytes, largest, layer_nbytes
 from kvfold.hf.shape import shape_of
 from kvfold.hf.synthetic import blank_model
 from kvfold.runtime import Engine
 from kvfold.runtime.foresee import Foreseen, foresee
+from kvfold.runtime.settings import check_seed
 
 DENSE = "dense"
 MOST_BATCH = 4096
@@ -116,6 +125,7 @@ def check(settings: MemorySettings) -> list[Policy]:
     Raises:
         ConfigError: If one breaks its rule.
     """
+    check_shape(settings.shape)
     for name, values in (
         ("--context", settings.contexts),
         ("--batch", settings.batches),
@@ -124,8 +134,8 @@ def check(settings: MemorySettings) -> list[Policy]:
         ("--chunk-size", (settings.chunk_size,)),
     ):
         check_counts(name, values)
-    if settings.longest < 1:
-        raise ConfigError(must_be("--longest", "at least 1", settings.longest, "give longest over mean, e.g. 2"))
+    check_longest(settings.longest)
+    check_seed("--seed", settings.seed)
     dtype_of(settings.dtype)
     return check_policies(settings.policies)
 

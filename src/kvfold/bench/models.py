@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvfold.core.errors import ConfigError, must_be
+from kvfold.hf import load
 from kvfold.hf.load import DTYPES, Model, load_model
 from kvfold.hf.shape import SHAPES, read_config
 from kvfold.hf.synthetic import llama_config, random_model
@@ -54,14 +55,8 @@ def device_of(name: str) -> torch.device:
     Raises:
         ConfigError: If there is no such device.
     """
-    if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        place = torch.device(name)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise ConfigError(must_be("--device", "auto or a device of this machine", name, "try cpu or cuda")) from None
-    return place
+    place = load.device_of(name, "--device")
+    return torch.device("cuda", torch.cuda.current_device()) if name == "auto" and place.type == "cuda" else place
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -76,7 +71,7 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         ConfigError: If it is none.
     """
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ConfigError(must_be("--dtype", f"one of {', '.join(DTYPES)}", name, "choose one of these"))
     return DTYPES[name]
 

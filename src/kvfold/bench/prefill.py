@@ -10,7 +10,15 @@ import torch
 from kvfold.bench.cells import Key, fill
 from kvfold.bench.models import count_parameters, device_of, dtype_of, make_model
 from kvfold.bench.record import Folder, Record
-from kvfold.bench.settings import OnCell, OnProgress, check_counts, check_policies, facts
+from kvfold.bench.settings import (
+    OnCell,
+    OnProgress,
+    check_counts,
+    check_policies,
+    check_shape,
+    check_texts,
+    facts,
+)
 from kvfold.bench.stats import Spread
 from kvfold.bench.timing import allocated, give_back, peak_of, reset_peak, told
 from kvfold.core.errors import KvfoldError
@@ -18,6 +26,7 @@ from kvfold.core.policy import Policy
 from kvfold.hf.press import check_press, pressed_prefill
 from kvfold.hf.synthetic import stock_prefill
 from kvfold.runtime import Engine
+from kvfold.runtime.settings import check_seed
 
 STOCK, DENSE, PRESS = "stock", "dense", "kvpress "
 
@@ -114,9 +123,12 @@ def check(settings: PrefillSettings) -> list[Policy]:
     Raises:
         ConfigError: If one breaks its rule.
     """
+    check_shape(settings.shape)
     check_counts("--context", settings.contexts)
     check_counts("--chunk-size", settings.chunk_sizes)
     check_counts("--stretches", (settings.stretches,))
+    check_seed("--seed", settings.seed)
+    check_texts("--kvpress", settings.presses)
     dtype_of(settings.dtype)
     for text in settings.presses:
         check_press(text)

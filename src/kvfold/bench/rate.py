@@ -41,7 +41,7 @@ def check_rate(retriever: Retriever | None, rate: float) -> None:
         ConfigError: If the rate is no share.
         UnsupportedError: If the retriever does not choose whole clusters by a threshold on one level.
     """
-    if not 0 < rate < 1:
+    if not isinstance(rate, (int, float)) or not 0 < rate < 1:
         raise ConfigError(must_be("--rate", "above 0 and below 1", rate, "give a share of clusters, e.g. 0.05"))
     if retriever is not None and not can_seek(retriever):
         raise UnsupportedError(

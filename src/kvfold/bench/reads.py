@@ -121,7 +121,7 @@ def check(settings: RateSettings) -> list[Policy]:
     return policies
 
 
-def read_rate(path: Path, policies: tuple[str, ...]) -> float:
+def read_rate(path: str | Path, policies: tuple[str, ...]) -> float:
     """Read the share of clusters from a record of ``bench rate``, of the longest context that it holds.
 
     Args:
@@ -132,18 +132,30 @@ def read_rate(path: Path, policies: tuple[str, ...]) -> float:
         The share.
 
     Raises:
-        DataError: If the record holds none, or several that could be meant.
+        DataError: If the record holds none between 0 and 1, or several that could be meant, or is of something else.
     """
-    file = Folder(path).file("rate") if path.is_dir() else path
-    found = read_record(file or path)
+    file = Path(path)
+    found = read_record(file / "rate.json" if file.is_dir() else file, "rate")
     cells = [cell for cell in found["cells"] if cell.get("rate") is not None]
+    if not all(
+        isinstance(cell.get("method"), str) and _are_numbers(cell["rate"], cell.get("context")) for cell in cells
+    ):
+        raise DataError(f"--rate {str(path)!r} is damaged: a cell lacks its method, context or rate; measure again")
     own = [cell for cell in cells if cell["method"] in {str(one) for one in check_policies(policies)}] or cells
     longest = max((cell["context"] for cell in own), default=None)
     rates = {cell["method"]: float(cell["rate"]) for cell in own if cell["context"] == longest}
     if len(rates) != 1:
         held = ", ".join(rates) or "none"
         raise DataError(f"--rate {str(path)!r} must hold the share of one policy, holds {held}; give a number")
-    return next(iter(rates.values()))
+    method, rate = next(iter(rates.items()))
+    if not 0 < rate < 1:
+        fix = "give a number, or measure with another tau or context"
+        raise DataError(f"--rate {str(path)!r} must hold a share above 0 and below 1, holds {rate} of {method}; {fix}")
+    return rate
+
+
+def _are_numbers(*values: object) -> bool:
+    return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
 
 
 def _measured(model: Any, policy: Policy, ids: list[int], steps: int) -> dict[str, Any]:

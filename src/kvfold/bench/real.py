@@ -90,8 +90,8 @@ class RealRows:
             device: Where the model runs and rows stay.
             dtype: Of the rows.
         """
-        self._name = PurePath(folder).name or folder
         model, tokenizer = load_model(folder, device=str(device))
+        self._name = PurePath(folder).name or folder
         ids = text_ids(tokenizer)[: min(tokens, context_length(model))]
         cache = Cache(model, observe=f"snapkv(keep=1.0, obs_window={WINDOW})")
         cache.prefill(torch.tensor([ids], device=device), chunk_size=_CHUNK)

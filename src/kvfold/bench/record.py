@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvfold._version import __version__
-from kvfold.core.errors import DataError
+from kvfold.core.errors import DataError, must_be
 
 SCHEMA = 1
 """Version of the records; another one is refused, never mixed in."""
@@ -55,11 +55,11 @@ class Folder:
                 the first that differs.
         """
         fresh = Record(self.file(kind), kind, dict(settings), environment(device))
-        if fresh.path is not None and fresh.path.exists():
-            before = read_record(fresh.path)
-            _same(fresh.path, before.get("settings", {}), json.loads(json.dumps(fresh.settings)))
-            _same(fresh.path, before.get("environment", {}), fresh.environment)
-            fresh.cells = list(before.get("cells", []))
+        if fresh.path is not None and _exists(fresh.path):
+            before = read_record(fresh.path, kind)
+            _same(fresh.path, before["settings"], json.loads(json.dumps(fresh.settings)))
+            _same(fresh.path, before["environment"], fresh.environment)
+            fresh.cells = list(before["cells"])
         return fresh
 
 
@@ -123,17 +123,18 @@ def environment(device: torch.device) -> dict[str, str]:
     return found
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path, kind: str) -> dict[str, Any]:
     """Read a record.
 
     Args:
         path: The file.
+        kind: Of benchmark.
 
     Returns:
-        Plain data.
+        Plain data, with ``settings``, ``environment`` and ``cells``.
 
     Raises:
-        DataError: If it is missing, damaged or of another version.
+        DataError: If it is missing, damaged, of another version or of another kind.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -145,6 +146,13 @@ def read_record(path: Path) -> dict[str, Any]:
     held = found.get("schema_version") if isinstance(found, dict) else None
     if held != SCHEMA:
         raise DataError(f"{str(path)!r} has schema version {held}, this kvfold reads {SCHEMA}; measure again")
+    if found.get("kind") != f"bench {kind}":
+        rule = f"a record of kvfold bench {kind}"
+        raise DataError(must_be(repr(str(path)), rule, found.get("kind"), "name another file"))
+    cells, tables = found.get("cells"), (found.get("settings"), found.get("environment"))
+    are_cells = isinstance(cells, list) and all(isinstance(cell, dict) for cell in cells)
+    if not are_cells or not all(isinstance(table, dict) for table in tables):
+        raise DataError(f"{str(path)!r} is damaged: it must hold settings, environment and cells; measure again")
     return dict(found)
 
 
@@ -173,6 +181,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise _unwritable(path, error) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> DataError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from kvfold.bench.models import dtype_of
 from kvfold.bench.rate import check_rate
 from kvfold.core.errors import ConfigError, must_be
 from kvfold.core.policy import Policy, policy
+from kvfold.runtime.settings import check_seed
 
 OnCell = Callable[[dict[str, Any]], None]
 """Called with each cell of a record."""
@@ -20,6 +22,8 @@ OnProgress = Callable[[int, int, str], None]
 class Shared(Protocol):
     """Settings over policies, lengths and batches."""
 
+    @property
+    def shape(self) -> str: ...  # noqa: D102
     @property
     def policies(self) -> tuple[str, ...]: ...  # noqa: D102
     @property
@@ -34,6 +38,8 @@ class Shared(Protocol):
     def longest(self) -> float: ...  # noqa: D102
     @property
     def stretches(self) -> int: ...  # noqa: D102
+    @property
+    def seed(self) -> int: ...  # noqa: D102
 
 
 def facts(settings: Any, *left_out: str) -> dict[str, Any]:
@@ -62,11 +68,12 @@ def check_shared(settings: Shared) -> list[Policy]:
         ConfigError: If one breaks its rule.
         UnsupportedError: If a rate is asked of a retriever that has none.
     """
+    check_shape(settings.shape)
     check_counts("--context", settings.contexts)
     check_counts("--batch", settings.batches)
     check_counts("--stretches", (settings.stretches,))
-    if settings.longest < 1:
-        raise ConfigError(must_be("--longest", "at least 1", settings.longest, "give longest over mean, e.g. 2"))
+    check_longest(settings.longest)
+    check_seed("--seed", settings.seed)
     dtype_of(settings.dtype)
     return check_policies(settings.policies, settings.rate)
 
@@ -81,9 +88,55 @@ def check_counts(name: str, values: Sequence[int]) -> None:
     Raises:
         ConfigError: If so.
     """
-    if not values or any(value < 1 for value in values):
-        got = values[0] if len(values) == 1 else list(values)
+    several = _is_several(values)
+    if not several or not values or not all(type(value) is int and value >= 1 for value in values):
+        got = values if not several else values[0] if len(values) == 1 else list(values)
         raise ConfigError(must_be(name, "whole numbers of at least 1", got, "leave it out for the default"))
+
+
+def check_longest(value: float) -> None:
+    """Refuse what is no ratio of the longest head to the mean.
+
+    Args:
+        value: As given.
+
+    Raises:
+        ConfigError: If it is below 1, or no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
+        raise ConfigError(must_be("--longest", "a number of at least 1", value, "give longest over mean, e.g. 2"))
+
+
+def check_shape(shape: str) -> None:
+    """Refuse a shape that is no text; whether there is one of that name shows when it is read.
+
+    Args:
+        shape: As given.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if not isinstance(shape, str):
+        raise ConfigError(must_be("--shape", "text", shape, "give a name such as llama-3.1-8b, or a folder"))
+
+
+def check_texts(name: str, values: Sequence[str]) -> None:
+    """Refuse texts that are not in a tuple or list.
+
+    Args:
+        name: How the user calls them.
+        values: As given.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if not _is_several(values):
+        raise ConfigError(must_be(name, "texts in a tuple", values, "put a single one into a tuple too"))
+
+
+def _is_several(values: object) -> bool:
+    """Whether values are a sequence: a single text is none, though it can be gone through by letters."""
+    return isinstance(values, Sequence) and not isinstance(values, (str, bytes))
 
 
 def check_policies(texts: Sequence[str], rate: float | None = None) -> list[Policy]:
@@ -100,6 +153,9 @@ def check_policies(texts: Sequence[str], rate: float | None = None) -> list[Poli
         ConfigError: If one is malformed, or is dense.
         UnsupportedError: If a rate is asked of a retriever that has none.
     """
+    check_texts("--policy", texts)
+    if rate is not None:
+        check_rate(None, rate)
     policies = [policy(text) for text in texts]
     for one in policies:
         if one == Policy():

@@ -6,17 +6,14 @@ from typing import Annotated
 
 import typer
 
-from kvfold.core.errors import ConfigError, must_be
-
-_COLDEST, _HOTTEST = 0.001, 1000.0
-"""Beyond these, logits over a temperature are no longer numbers in float32, or all alike."""
-
 
 def _check_temperature(value: float) -> float:
-    if value != 0 and not _COLDEST <= value <= _HOTTEST:
-        rule = f"0, or from {_COLDEST:g} to {_HOTTEST:g}"
-        raise ConfigError(must_be("--temperature", rule, value, "0 takes the likeliest token"))
-    return value
+    if value == 0:
+        # the default must not wait for torch
+        return value
+    from kvfold.runtime.settings import check_temperature
+
+    return check_temperature("--temperature", value)
 
 
 def check_seed(value: int) -> int:
@@ -31,9 +28,11 @@ def check_seed(value: int) -> int:
     Raises:
         ConfigError: If it has more than 64 bits.
     """
-    if not -(2**63) <= value < 2**64:
-        raise ConfigError(must_be("--seed", "a number of 64 bits", value, "give e.g. 0"))
-    return value
+    if value == 0:
+        return value
+    from kvfold.runtime import settings
+
+    return settings.check_seed("--seed", value)
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder with safetensors, a .gguf file, or a hub id.")]

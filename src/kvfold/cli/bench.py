@@ -193,7 +193,7 @@ def memory(
         policies=tuple(policies or ()),
         contexts=numbers("--context", context),
         batches=numbers("--batch", batch),
-        memory=parse_memory(memory),
+        memory=parse_memory("--memory", memory),
         dtype=dtype,
         new_tokens=new_tokens,
         chunk_size=chunk_size,

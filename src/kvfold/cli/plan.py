@@ -67,7 +67,7 @@ def command(
     from kvfold.hf.shape import read_config, shape_of
 
     chosen = [kvfold.policy(text) for text in policies or POLICIES]
-    room, given = parse_memory(memory), None if weights is None else parse_memory(weights)
+    room, given = parse_memory("--memory", memory), None if weights is None else parse_memory("--weights", weights)
     shape = shape_of(read_config(model), model)
     if context is None:
         context = min(CONTEXT, shape.max_tokens or CONTEXT)

@@ -11,6 +11,7 @@ from itertools import cycle
 
 from kvfold.core.errors import ConfigError, must_be
 from kvfold.eval.quiz import Encode, Question, Quiz, draw, shuffled
+from kvfold.eval.sample import check_least
 from kvfold.eval.texts import load_text, sentences
 
 
@@ -93,7 +94,8 @@ def build_needles(
     Raises:
         ConfigError: If ``facts`` is out of range, or they do not fit into ``tokens``.
     """
-    if not 1 <= facts <= len(FORMS):
+    check_least("tokens", tokens, 1, "give the length of a prompt, e.g. 4096")
+    if type(facts) is not int or not 1 <= facts <= len(FORMS):
         raise ConfigError(must_be("facts", f"1 to {len(FORMS)}", facts, "hide that many"))
     order = shuffled(seed, "forms", tuple(form.stem for form in FORMS))[:facts]
     forms = sorted((form for form in FORMS if form.stem in order), key=lambda form: order.index(form.stem))

@@ -158,10 +158,11 @@ def make_plan(
     )
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(option: str, text: str) -> int:
     """Read a number of bytes such as ``80GiB``.
 
     Args:
+        option: How the user calls it.
         text: As typed.
 
     Returns:
@@ -173,9 +174,7 @@ def parse_memory(text: str) -> int:
     try:
         return int(Budget.nbytes(text).amount)
     except ConfigError:
-        raise ConfigError(
-            must_be("--memory and --weights", "a size with a unit", text, "give e.g. 80GiB or 24GB")
-        ) from None
+        raise ConfigError(must_be(option, "a size with a unit", text, "give e.g. 80GiB or 24GB")) from None
 
 
 def _longest(shape: ModelShape, policy: Policy, batch: int, room: int, dtype: torch.dtype, chunk_size: int) -> int:

@@ -164,7 +164,7 @@ class RunFolder:
         Raises:
             DataError: If the folder holds a run with other settings; the message names the first that differs.
         """
-        if not (self.path / "run.json").exists():
+        if not _exists(self.path / "run.json"):
             if self.path.exists() and not self.path.is_dir():
                 raise DataError(f"{str(self.path)!r} is a file; name a folder")
             # a run that was killed while it wrote its settings left a part of them and nothing else
@@ -239,6 +239,13 @@ class RunFolder:
             raise _unwritable(path, error) from error
         finally:
             part.unlink(missing_ok=True)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> DataError:

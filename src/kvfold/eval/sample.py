@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from kvfold.core.errors import ConfigError, must_be
 from kvfold.eval.metrics import NLL, Metric
 
 
@@ -91,6 +92,23 @@ class TextSample:
 def _uid(sample: Sample | TextSample) -> str:
     described = json.dumps(asdict(sample), sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def check_least(name: str, value: int, least: int, fix: str) -> None:
+    """Refuse what is no whole number, or too low.
+
+    Args:
+        name: How the user calls it.
+        value: As given.
+        least: The lowest that serves.
+        fix: What to do about another one.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        rule = f"at least {least}" if isinstance(value, int) else f"a whole number of at least {least}"
+        raise ConfigError(must_be(name, rule, value, fix))
 
 
 class Task(ABC):

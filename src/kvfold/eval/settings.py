@@ -13,7 +13,7 @@ from kvfold._version import __version__
 from kvfold.core.errors import ConfigError, must_be
 from kvfold.core.policy import policy as build_policy
 from kvfold.eval.record import RunSettings, TaskSetting
-from kvfold.eval.sample import Task
+from kvfold.eval.sample import Task, check_least
 from kvfold.hf.compat import versions
 from kvfold.hf.models import fingerprint, read_model
 
@@ -59,8 +59,8 @@ def make_settings(
     """
     check_grid(policies, [task.name for task in tasks], lengths, count, query_aware)
     for bound, value in (("max_new_tokens", max_new_tokens), ("chunk_size", chunk_size)):
-        if value is not None and value < 1:
-            raise ConfigError(must_be(bound, "at least 1", value, "leave it out for the default"))
+        if value is not None:
+            check_least(bound, value, 1, "leave it out for the default")
     limit = read_model(model).max_tokens
     if limit is not None and max(lengths) > limit:
         raise ConfigError(must_be("lengths", f"at most {limit}, the model's context", max(lengths), "lower them"))
@@ -102,12 +102,17 @@ def check_grid(
     """
     parts = {"tasks": tasks, "lengths": lengths, "policies": policies, "query_aware": query_aware}
     for argument, values in parts.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise ConfigError(must_be(argument, "a list", values, "put a single one into a list too"))
         if not values:
             raise ConfigError(must_be(argument, "at least one", list(values), "name one"))
-    if count < 1:
-        raise ConfigError(must_be("n", "at least 1 sample per task and length", count, "raise it"))
-    if min(lengths) < 1:
-        raise ConfigError(must_be("lengths", "at least 1 token", min(lengths), "raise it"))
+    for argument, rule, value in (
+        ("n", "at least 1 sample per task and length", count),
+        *(("lengths", "at least 1 token", length) for length in lengths),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            fix = "raise it" if isinstance(value, int) else "give a whole number"
+            raise ConfigError(must_be(argument, rule, value, fix))
     twice = [name for name, times in Counter(tasks).items() if times > 1]
     if twice:
         raise ConfigError(must_be("tasks", "different from each other", ", ".join(twice), "name each once"))

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfold.core.errors import ConfigError
+from kvfold.core.errors import ConfigError, must_be
+from kvfold.eval.sample import check_least
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -94,6 +95,8 @@ def compare_all(
     Raises:
         ConfigError: If there is no task, or the sides do not pair up.
     """
+    check_least("resamples", resamples, 1, "leave it out for the default")
+    check_least("seed", seed, 0, "leave it out for the default")
     for own in scores:
         if not own or len(own) != len(reference):
             raise ConfigError(f"scores must have at least one task and pair up, got {len(own)} and {len(reference)}")
@@ -102,8 +105,8 @@ def compare_all(
                 raise ConfigError(f"samples must pair up and be at least one, got {len(found)} and {len(wanted)}")
     if not scores:
         return []
-    bases = [np.asarray(task, dtype=np.float64) for task in reference]
-    tasks = [np.asarray(task, dtype=np.float64) for task in zip(*scores, strict=True)]
+    bases = [_numbers(task) for task in reference]
+    tasks = [np.stack([_numbers(own) for own in task]) for task in zip(*scores, strict=True)]
     means = [fmean(found) for found in zip(*(task.mean(axis=1).tolist() for task in tasks), strict=True)]
     base = fmean(task.mean() for task in bases)
     pairs = zip(tasks, bases, strict=True)
@@ -126,11 +129,24 @@ def compare_all(
 
 def mean_interval(scores: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float, float]:
     """Return mean, and the ends of its bootstrap interval, of one set of scores."""
-    values = np.asarray(scores, dtype=np.float64)
+    check_least("resamples", resamples, 1, "leave it out for the default")
+    check_least("seed", seed, 0, "leave it out for the default")
+    values = _numbers(scores)
     if not values.size:
         raise ConfigError("scores must be at least one, got none")
     low, high = _middle(_resampled(values[None], seed, resamples))
     return float(values.mean()), float(low[0]), float(high[0])
+
+
+def _numbers(scores: Sequence[float]) -> NDArray[np.float64]:
+    """Refuse scores of which no mean can be taken: it would be told as a verdict."""
+    try:
+        values = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError):
+        values = np.full(1, np.nan)
+    if values.ndim != 1 or not np.isfinite(values).all():
+        raise ConfigError(must_be("scores", "finite numbers, one per sample", scores, "leave out what has no score"))
+    return values
 
 
 def _verdict(low: float, high: float, count: int) -> Verdict:

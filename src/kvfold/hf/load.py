@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvfold.core.errors import ConfigError, DataError, UnsupportedError, must_be
+from kvfold.core.errors import ConfigError, DataError, KvfoldError, UnsupportedError, must_be
 
 Model = PreTrainedModel
 Tokenizer = PreTrainedTokenizerBase
@@ -65,6 +65,16 @@ def find_model(spec: str) -> Source:
     Raises:
         DataError: If a path does not exist or holds no model, or more than one GGUF file.
     """
+    try:
+        return _place(spec)
+    except (OSError, RuntimeError, TypeError) as error:
+        # a name that no file can have, a folder that may not be read, a home of nobody, or no text at all
+        reason = getattr(error, "strerror", None) or str(error)
+        rule = "an existing file or folder, or a hub id"
+        raise DataError(must_be("MODEL", rule, spec, f"{reason}; check the path")) from error
+
+
+def _place(spec: str) -> Source:
     path = Path(spec).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -104,8 +114,8 @@ def load_model(
         DataError: If the files are missing or cannot be read.
         UnsupportedError: If the model is no decoder-only language model.
     """
-    place = _device(device)
-    if dtype != "auto" and dtype not in DTYPES:
+    place = device_of(device)
+    if dtype != "auto" and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise ConfigError(must_be("dtype", f"auto or one of {', '.join(DTYPES)}", dtype, "choose one of these"))
     source = find_model(spec)
     options = {**source.kwargs, "local_files_only": not (source.is_hub and allow_download)}
@@ -120,13 +130,45 @@ def load_model(
                 source.name, config=config, dtype=_dtype(dtype, source, config, place), **_unpacked(source), **options
             )
             tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source.name, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except (KvfoldError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    # What is raised over a damaged file has no common kind: safetensors, tokenizers and the hub have their own, and a
+    # config of wrong types fails wherever it is first used.
+    except Exception as error:
+        if "DefaultCPUAllocator: can't allocate memory" in str(error):
+            raise
         raise _explain(spec, source, allow_download, error) from error
     if tokenizer.model_max_length > _UNSET_LENGTH:
         tokenizer.model_max_length = context_length(model)
     # Through nn.Module, whose types are known; transformers wraps the method and loses them.
     torch.nn.Module.to(model, place)
     return model.eval(), tokenizer
+
+
+def device_of(name: str, argument: str = "device") -> torch.device:
+    """Read a device.
+
+    Args:
+        name: ``auto`` (a GPU if there is one) or a torch device.
+        argument: How the user calls it.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigError: If there is no such device, or it holds no numbers.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    refused = ConfigError(must_be(argument, "auto or a device of this machine", name, "try cpu, cuda or cuda:0"))
+    try:
+        place = torch.device(name)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError):
+        raise refused from None
+    if place.type == "meta":
+        raise refused
+    return place
 
 
 def context_length(model: Model) -> int:
@@ -193,19 +235,6 @@ def _bars_for_people_only() -> Iterator[None]:
                 print(line, file=sys.stderr)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(name)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise ConfigError(
-            must_be("device", "auto or a device of this machine", name, "try cpu, cuda or cuda:0")
-        ) from None
-    return place
-
-
 def _dtype(name: str, source: Source, config: Any, place: torch.device) -> torch.dtype | str:
     """Turn the argument into what ``from_pretrained`` takes."""
     if name != "auto":
@@ -224,9 +253,11 @@ def _unpacked(source: Source) -> dict[str, Any]:
 
 
 def _explain(spec: str, source: Source, allow_download: bool, error: Exception) -> ConfigError | DataError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if not source.is_hub:
-        return DataError(f"MODEL {spec!r} cannot be loaded: {reason}")
+    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # some say what is wrong in a second line, after a colon
+    reason = " ".join(said[:2] if said[0].endswith(":") else said[:1]).removesuffix(".")
+    if not source.is_hub or not isinstance(error, (OSError, ValueError, KeyError)):
+        return DataError(f"MODEL {spec!r} cannot be loaded: {reason}; check its files, or fetch them again")
     if allow_download:
         return DataError(f"MODEL {spec!r} cannot be loaded from the hub: {reason}")
     rule = "an existing path or a hub id in the local hub cache"

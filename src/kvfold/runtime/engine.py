@@ -21,7 +21,17 @@ from kvfold.runtime.call import Call, Timing
 from kvfold.runtime.memory import Memory
 from kvfold.runtime.plan import LayerPlan, plan_layers
 from kvfold.runtime.results import EngineStats, Result
-from kvfold.runtime.settings import Prompt, Prompts, Questions, Settings, read_prompts, read_questions, read_settings
+from kvfold.runtime.settings import (
+    Prompt,
+    Prompts,
+    Questions,
+    Settings,
+    check_count,
+    check_seed,
+    read_prompts,
+    read_questions,
+    read_settings,
+)
 
 CHUNK = 2048
 """Prompt tokens per forward call where nothing else is asked for."""
@@ -81,8 +91,9 @@ class Engine:
         self.facts = read_model(model)
         self.model, self.policy, self.tokenizer = model, build_policy(policy), tokenizer
         for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens), ("chunk_size", chunk_size)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(must_be(name, "a whole number of at least 1", value, "leave it out for the default"))
+            if value is not None:
+                check_count(name, value, 1, "leave it out for the default")
+        check_seed("seed", seed)
         if graph not in (True, False, "auto"):
             raise ConfigError(must_be("graph", "True, False or 'auto'", graph, "leave it out"))
         if fuse_projections not in (True, False, "auto"):
@@ -232,18 +243,26 @@ class Engine:
 
         Returns:
             This engine.
+
+        Raises:
+            ConfigError: If an argument breaks its rule.
         """
+        settings = self._settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, (), ignore_eos=True)
         if prompt_tokens is None:
             prompt_tokens = max(1, min(4096, (self.max_tokens or 4096) - max_new_tokens))
-        sizes = [prompt_tokens] if isinstance(prompt_tokens, int) else list(prompt_tokens)
-        settings = self._settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, (), ignore_eos=True)
+        sizes = [*prompt_tokens] if isinstance(prompt_tokens, Sequence) else [prompt_tokens]
+        for size in sizes:
+            check_count("prompt_tokens", size, 1, "leave it out for the default")
+            self._check_room([[size, max_new_tokens]])
+        if batch is not None:
+            check_count("batch", batch, 1, "leave it out for max_batch")
         draw = torch.Generator().manual_seed(0)
         drawn = None if self._generator is None else self._generator.get_state()
         vocabulary = int(self.facts.config.vocab_size)
         for done, size in enumerate(sizes):
             if progress is not None:
                 progress(done, len(sizes))
-            prompts = torch.randint(vocabulary, (batch or self.max_batch, max(1, size)), generator=draw)
+            prompts = torch.randint(vocabulary, (batch or self.max_batch, size), generator=draw)
             call = self._begin(prompts, settings, None, None)
             call.warm_up()
             call.close()
@@ -340,9 +359,16 @@ class Engine:
                 must_be("prompts", f"at most max_batch={self.max_batch}", len(ids), "make Engine(..., max_batch=...)")
             )
         asked = read_questions(questions, len(ids), self.tokenizer)
-        self._check_room(ids, asked, settings.max_new_tokens)
+        self._check_room(
+            [
+                [prompt.shape[1], *([] if question is None else [question.shape[1]]), settings.max_new_tokens]
+                for prompt, question in zip(ids, asked, strict=True)
+            ]
+        )
         self._check_ids("prompts", ids)
         self._check_ids("questions", [one for one in asked if one is not None])
+        if seed is not None:
+            check_seed("seed", seed)
         self._end_call()
         if seed is not None and self._generator is not None:
             self._generator.manual_seed(seed)
@@ -351,11 +377,8 @@ class Engine:
         )
         return self._call
 
-    def _check_room(self, prompts: list[Tensor], questions: list[Tensor | None], max_new_tokens: int) -> None:
-        parts = [
-            [prompt.shape[1], *([] if question is None else [question.shape[1]]), max_new_tokens]
-            for prompt, question in zip(prompts, questions, strict=True)
-        ]
+    def _check_room(self, parts: list[list[int]]) -> None:
+        """Refuse prompts that are too long with their question, if there is one, and their answer."""
         most = max(parts, key=sum)
         if self.max_tokens is not None and sum(most) > self.max_tokens:
             with_what = "its answer" if len(most) == 2 else "its question and its answer"

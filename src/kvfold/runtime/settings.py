@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +21,23 @@ Questions = Prompts | Sequence[Prompt | None]
 """The same, with ``None`` for a prompt without a question."""
 
 
+LEAST, MOST = 0.001, 1000.0
+"""What temperatures and penalties lie between: beyond, logits are no longer numbers in float32, or all alike."""
+_LARGEST_ID = 2**63 - 1
+_LEAST_SHARE = 1e-30
+"""In float32 a number, and far below the mass of any likeliest token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How to answer.
 
     Attributes:
         max_new_tokens: Tokens that an answer may take.
-        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        temperature: 0 takes the likeliest token; above, from 0.001 to 1000, tokens are drawn.
         top_p: Share of the mass that is drawn from.
         top_k: Number of tokens that are drawn from, 0 for all.
-        repetition_penalty: Above 1, tokens that were seen are less likely.
+        repetition_penalty: Above 1, tokens that were seen are less likely; from 0.001 to 1000.
         stop_texts: Strings that end an answer, and are not part of it.
         stop_ids: Tokens that do.
     """
@@ -82,14 +88,16 @@ def read_settings(
     Raises:
         ConfigError: If one breaks its rule.
     """
-    _whole("max_new_tokens", max_new_tokens, 1, "give a number of tokens, e.g. 64")
-    _whole("top_k", top_k, 0, "give 0 for all tokens")
-    _real("temperature", temperature, "at least 0", lambda x: x >= 0, "give 0 for the likeliest token")
+    check_count("max_new_tokens", max_new_tokens, 1, "give a number of tokens, e.g. 64")
+    check_count("top_k", top_k, 0, "give 0 for all tokens")
+    check_temperature("temperature", temperature)
     _real("top_p", top_p, "above 0 and at most 1", lambda x: 0 < x <= 1, "give 1 for all tokens")
-    _real("repetition_penalty", repetition_penalty, "above 0", lambda x: x > 0, "give 1 for none")
-    given = [stop] if isinstance(stop, (str, int)) else list(stop)
+    rule = f"from {LEAST:g} to {MOST:g}"
+    _real("repetition_penalty", repetition_penalty, rule, lambda x: LEAST <= x <= MOST, "give 1 for none")
+    several = isinstance(stop, (Sequence, Set)) and not isinstance(stop, (str, bytes))
+    given: list[Any] = list(stop) if several else [stop]  # type: ignore[arg-type]
     for one in given:
-        if isinstance(one, bool) or not isinstance(one, (str, int)) or one == "":
+        if one == "" or not (isinstance(one, str) or (_is_id(one) and one <= _LARGEST_ID)):
             raise ConfigError(must_be("stop", "strings that are not empty, and token ids", one, "leave it out"))
     texts = tuple(dict.fromkeys(one for one in given if isinstance(one, str)))
     if texts and tokenizer is None:
@@ -98,12 +106,64 @@ def read_settings(
     return Settings(
         max_new_tokens=max_new_tokens,
         temperature=float(temperature),
-        top_p=float(top_p),
+        top_p=max(float(top_p), _LEAST_SHARE),
         top_k=top_k,
         repetition_penalty=float(repetition_penalty),
         stop_texts=texts,
         stop_ids=tuple(sorted(ids if ignore_eos else ids | _end_ids(model, tokenizer))),
     )
+
+
+def check_count(name: str, value: int, least: int, fix: str) -> None:
+    """Refuse what is no whole number, or too low.
+
+    Args:
+        name: How the user calls it.
+        value: As given.
+        least: The lowest that serves.
+        fix: What to do about another one.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(must_be(name, f"a whole number of at least {least}", value, fix))
+
+
+def check_temperature(name: str, value: float) -> float:
+    """Refuse a temperature that cannot be sampled at.
+
+    Args:
+        name: How the user calls it.
+        value: As given.
+
+    Returns:
+        The temperature.
+
+    Raises:
+        ConfigError: If it is neither 0 nor from 0.001 to 1000.
+    """
+    rule = f"0, or from {LEAST:g} to {MOST:g}"
+    _real(name, value, rule, lambda x: x == 0 or LEAST <= x <= MOST, "0 takes the likeliest token")
+    return value
+
+
+def check_seed(name: str, value: int) -> int:
+    """Refuse a seed that torch does not take.
+
+    Args:
+        name: How the user calls it.
+        value: As given.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ConfigError: If it is no whole number, or has more than 64 bits.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
+        raise ConfigError(must_be(name, "a whole number of 64 bits", value, "give e.g. 0"))
+    return value
 
 
 def read_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Tensor]:
@@ -120,7 +180,7 @@ def read_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Tensor]:
         ConfigError: If there is no prompt, one is empty, or something is neither text nor ids.
     """
     is_ids = isinstance(prompts, Sequence) and len(prompts) > 0 and all(_is_id(one) for one in prompts)
-    if is_ids or isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim < 2):
+    if is_ids or isinstance(prompts, (str, bytes)) or (isinstance(prompts, Tensor) and prompts.ndim < 2):
         prompts = [prompts]
     if not isinstance(prompts, (Sequence, Tensor)) or not len(prompts):
         raise ConfigError(must_be("prompts", "text, token ids, or a sequence of either", prompts, "give a prompt"))
@@ -148,7 +208,7 @@ def read_questions(questions: Any, count: int, tokenizer: Tokenizer | None) -> l
     if questions is None:
         return [None] * count
     is_ids = isinstance(questions, Sequence) and len(questions) > 0 and all(_is_id(one) for one in questions)
-    if is_ids or isinstance(questions, str) or (isinstance(questions, Tensor) and questions.ndim < 2):
+    if is_ids or isinstance(questions, (str, bytes)) or (isinstance(questions, Tensor) and questions.ndim < 2):
         questions = [questions]
     if not isinstance(questions, (Sequence, Tensor)):
         rule = "text, token ids, or a sequence of either"
@@ -165,12 +225,21 @@ def _ids(prompt: Any, tokenizer: Tokenizer | None, name: str, *, special: bool =
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ConfigError(must_be(name, "token ids where there is no tokenizer", prompt[:20], "give Engine one"))
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            fix = "decode the text as UTF-8, with errors='replace' if need be"
+            raise ConfigError(must_be(name, "text that can be encoded", prompt[error.start : error.end], fix)) from None
         prompt = tokenizer(prompt, add_special_tokens=special)["input_ids"]
     if isinstance(prompt, Tensor):
         found = prompt.detach()
-        if found.is_floating_point() or found.dtype == torch.bool or found.ndim > 2 or found.shape[:-1].numel() != 1:
+        is_whole = not found.is_floating_point() and not found.is_complex() and found.dtype != torch.bool
+        if not is_whole or found.ndim > 2 or found.shape[:-1].numel() != 1:
             raise ConfigError(must_be(name, rule, f"a tensor {found.dtype} {list(found.shape)}", "give one row"))
-    elif isinstance(prompt, Sequence) and all(_is_id(one) for one in prompt):
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(_is_id(one) for one in prompt):
+        largest = max(prompt, default=0)
+        if largest > _LARGEST_ID:
+            raise ConfigError(must_be(name, "token ids of the model", largest, "use the model's own tokenizer"))
         found = torch.tensor(list(prompt), dtype=torch.int64)
     else:
         raise ConfigError(must_be(name, rule, type(prompt).__name__, "give strings, lists of ids or tensors"))
@@ -189,11 +258,6 @@ def _end_ids(model: Model, tokenizer: Tokenizer | None) -> set[int]:
     return {int(one) for one in [*several, own] if one is not None}
 
 
-def _whole(name: str, value: object, least: int, fix: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(must_be(name, f"a whole number of at least {least}", value, fix))
-
-
 def _real(name: str, value: object, rule: str, holds: Callable[[float], bool], fix: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not holds(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
         raise ConfigError(must_be(name, rule, value, fix))

@@ -7,7 +7,7 @@ float32 from rows as the model made them.
 
 from kvfold.eval.study.explore import Exploration, explore
 from kvfold.eval.study.mass import MassFigures, study_mass
-from kvfold.eval.study.record import StudyRecord, StudySettings, make_record, write_whole
+from kvfold.eval.study.record import StudyRecord, StudySettings, make_record
 from kvfold.eval.study.risk import RiskFigures, study_risk
 from kvfold.eval.study.rows import check_layers, check_place
 from kvfold.eval.study.summaries import SummaryFigures, study_summaries
@@ -26,5 +26,4 @@ __all__ = [
     "study_mass",
     "study_risk",
     "study_summaries",
-    "write_whole",
 ]

@@ -1,20 +1,15 @@
-"""What a study writes: one record with everything needed to make its figures again, whole or not at all."""
+"""What a study writes: one record with everything needed to make its figures again."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvfold._version import __version__
-from kvfold.core.errors import DataError
-from kvfold.eval.record import PART
 from kvfold.eval.study.explore import Exploration
 from kvfold.eval.study.mass import MassFigures
 from kvfold.eval.study.risk import RiskFigures
@@ -98,26 +93,3 @@ def make_record(model: Model, name: str, text: str, ids: Sequence[int], chunk_si
         ),
         figures=figures,
     )
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all; an older one is replaced.
-
-    Args:
-        path: The file.
-        content: What goes into it.
-
-    Raises:
-        DataError: If the place cannot be written to.
-    """
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PART}")
-    try:
-        with part.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise DataError(f"{str(path)!r} cannot be written: {error.strerror or error}; name another place") from error
-    finally:
-        part.unlink(missing_ok=True)

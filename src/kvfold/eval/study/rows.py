@@ -128,8 +128,10 @@ def check_layers(model: Model, layers: Sequence[int] | None, *, clusters: bool =
     if layers is None:
         return facts.compressed
     count = len(facts.layers)
+    if not isinstance(layers, Sequence) or not layers:
+        raise ConfigError(must_be("layers", "a list of at least one", layers, "leave it out for all"))
     for layer in layers:
-        if not 0 <= layer < count:
+        if type(layer) is not int or not 0 <= layer < count:
             raise ConfigError(must_be("layer", f"between 0 and {count - 1}", layer, "choose one of the model's"))
         if layer not in facts.compressed:
             seen = ", ".join(map(str, facts.compressed))
@@ -150,9 +152,9 @@ def check_place(model: Model, head: int, position: int, tokens: int) -> None:
         ConfigError: If there is no such head, or the text ends before the position.
     """
     count = int(read_model(model).config.num_attention_heads)
-    if not 0 <= head < count:
+    if type(head) is not int or not 0 <= head < count:
         raise ConfigError(must_be("head", f"a query head between 0 and {count - 1}", head, "choose one of these"))
-    if not 0 <= position < tokens:
+    if type(position) is not int or not 0 <= position < tokens:
         rule = f"between 0 and {tokens - 1}, the end of the text"
         raise ConfigError(must_be("position", rule, position, "lower it, or give a longer text"))
 

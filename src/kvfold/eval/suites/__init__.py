@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvfold.core.errors import ConfigError, DataError, must_be
-from kvfold.eval.sample import Sample
+from kvfold.eval.sample import Sample, check_least
 from kvfold.eval.suites import aime, helmet, infinitebench, longbench, ruler
 from kvfold.eval.suites.files import Row, rows
 
@@ -49,12 +49,12 @@ def read(
         ConfigError: If there is no such suite, file, folder or subset.
         DataError: If a file is malformed or holds no sample; it is named with line and field.
     """
-    if suite not in _SUITES:
+    if not isinstance(suite, str) or suite not in _SUITES:
         near = difflib.get_close_matches(str(suite).lower(), SUITES, n=2, cutoff=0.4)
         fix = f"did you mean {' or '.join(near)}?" if near else "choose one of these"
         raise ConfigError(must_be("suite", f"one of {', '.join(SUITES)}", suite, fix))
-    if count is not None and count < 1:
-        raise ConfigError(must_be("count", "at least 1", count, "leave it out to read all"))
+    if count is not None:
+        check_least("count", count, 1, "leave it out to read all")
     if isinstance(subsets, str):
         subsets = [subsets]
     make, usual = _SUITES[suite]

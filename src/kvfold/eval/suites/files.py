@@ -118,8 +118,14 @@ def rows(source: str | Path, subsets: Sequence[str] | None, split: str) -> Itera
     Raises:
         ConfigError: If there is no such file or folder, or none of the subsets in it.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
+    rule = "a file, a folder or a hub id owner/name"
+    try:
+        path = Path(source).expanduser()
+        is_file = path.is_file()
+    except (OSError, RuntimeError, TypeError) as error:
+        # a name that no file can have, a home of nobody, or no name at all
+        raise ConfigError(must_be("source", rule, source, "check the path")) from error
+    if is_file:
         return _of_file(path)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
@@ -133,7 +139,7 @@ def rows(source: str | Path, subsets: Sequence[str] | None, split: str) -> Itera
     parts = str(source).split("/")
     if len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts):
         return _of_hub(str(source), subsets, split)
-    raise ConfigError(must_be("source", "a file, a folder or a hub id owner/name", str(source), "check the path"))
+    raise ConfigError(must_be("source", rule, str(source), "check the path"))
 
 
 def _of_file(path: Path) -> Iterator[Row]:

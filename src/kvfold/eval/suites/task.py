@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvfold.core.errors import ConfigError, must_be
-from kvfold.eval.sample import Sample, Task
+from kvfold.eval.sample import Sample, Task, check_least
 from kvfold.eval.suites import read
 
 
@@ -33,6 +33,7 @@ class SuiteTask(Task):
     def samples(self, count: int, tokens: int, seed: int, count_tokens: Callable[[str], int]) -> list[Sample]:
         """Give the first samples that fit; the seed chooses nothing. See :meth:`Task.samples`."""
         del seed
+        check_least("n", count, 1, "ask for one sample or more")
         fitting = (one for one in self._own if _length(one, count_tokens) <= tokens)
         found = list(islice(fitting, count))
         if len(found) < count:

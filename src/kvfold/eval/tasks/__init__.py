@@ -6,9 +6,10 @@ import difflib
 import importlib
 import inspect
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from kvfold.core.errors import ConfigError
+from kvfold.core.errors import ConfigError, must_be
 from kvfold.eval.sample import Task
 
 _ROOM = "kvfold.eval.tasks"
@@ -100,16 +101,25 @@ def task(name: str, **params: Any) -> Task:
         ConfigError: If there is no such task or parameter, the nearest ones are offered; or a value breaks a rule.
     """
     entries = {entry.name: entry for entry in tasks()}
-    if name not in entries:
+    if not isinstance(name, str) or name not in entries:
         raise ConfigError(f"task must be one of the catalogue, got {name!r}; {_near(name, list(entries))}")
     known = entries[name].parameters
     for key in params:
         if key not in known:
             raise ConfigError(f"{name} has no parameter {key!r}; {_near(key, list(known))}")
-    try:
-        return entries[name].load()(**params)
-    except TypeError as error:
-        raise ConfigError(f"parameters of {name} must be of the types of {known}, got {params!r}; {error}") from error
+        _check_type(name, key, params[key], known[key])
+    return entries[name].load()(**params)
+
+
+def _check_type(name: str, key: str, value: object, default: object) -> None:
+    """Refuse a value of another type than its default, which is a path where there is none."""
+    kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+    rules = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
+    kind = type(default)
+    fits = isinstance(value, kinds.get(kind, (str, Path, type(None))))
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        rule = rules.get(kind, "a path")
+        raise ConfigError(must_be(f"{key} of {name}", rule, value, f"leave it out for {default!r}"))
 
 
 def _near(name: str, known: list[str]) -> str:

@@ -11,7 +11,7 @@ from itertools import count
 from random import Random
 
 from kvfold.core.errors import ConfigError, must_be
-from kvfold.eval.sample import Sample, Task
+from kvfold.eval.sample import Sample, Task, check_least
 
 CountTokens = Callable[[str], int]
 """Counts the tokens of a text as the model's tokenizer does."""
@@ -19,8 +19,28 @@ CountTokens = Callable[[str], int]
 _PROBE = 64
 """Units of the first step: few, so that nothing long is counted before the size of a unit is known."""
 
+_MISSES = 1_000_000
+"""Draws in a row that give nothing new, after which there is nothing."""
+
 _PATIENCE = 12
 """Steps after which a search goes by halves."""
+
+
+def check_asked(count: int, tokens: int, seed: int) -> None:
+    """Refuse what no samples can be made of.
+
+    Args:
+        count: How many samples.
+        tokens: Length at most.
+        seed: Of what is drawn.
+
+    Raises:
+        ConfigError: If one is no whole number, or the first two are below 1.
+    """
+    check_least("count", count, 1, "ask for one sample or more")
+    check_least("tokens", tokens, 1, "give the length of a prompt, e.g. 4096")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(must_be("seed", "a whole number", seed, "give e.g. 0"))
 
 
 def chance(*names: object) -> Random:
@@ -46,10 +66,18 @@ def distinct(draw: Callable[[], str], count: int, taken: frozenset[str] = frozen
 
     Returns:
         In the order drawn, so that a larger count begins with the same ones.
+
+    Raises:
+        ConfigError: If there are not so many.
     """
     found: dict[str, None] = {}
+    missed = 0
     while len(found) < count:
         one = draw()
+        missed = missed + 1 if one in taken or one in found else 0
+        if missed > _MISSES:
+            rule = f"at most {len(found)}, as no more are different"
+            raise ConfigError(must_be("words of a task", rule, count, "lower its parameters, or the length"))
         if one not in taken:
             found[one] = None
     return list(found)
@@ -121,8 +149,7 @@ class FittedTask(Task):
 
     def samples(self, count: int, tokens: int, seed: int, count_tokens: CountTokens) -> list[Sample]:
         """Make samples; see :meth:`Task.samples`."""
-        if count < 1:
-            raise ConfigError(must_be("count", "at least 1", count, "ask for one sample or more"))
+        check_asked(count, tokens, seed)
         return [self.sample(index, tokens, seed, count_tokens) for index in range(count)]
 
     def sample(self, index: int, tokens: int, seed: int, count_tokens: CountTokens) -> Sample:

@@ -67,10 +67,11 @@ class CommonWords(FittedTask):
 
     def __post_init__(self) -> None:
         """Check that common words are the more common ones."""
-        if not self.freq_cw > self.freq_ucw >= 1:
-            raise ConfigError(
-                must_be("freq_cw", f"above freq_ucw={self.freq_ucw} >= 1", self.freq_cw, "RULER has 30, 3")
-            )
+        if not _MOST_TIMES >= self.freq_cw > self.freq_ucw >= 1:
+            rule = f"above freq_ucw={self.freq_ucw} >= 1, and at most {_MOST_TIMES}"
+            raise ConfigError(must_be("freq_cw", rule, self.freq_cw, "RULER has 30, 3"))
+        if not 1 <= self.num_cw <= len(WORDS):
+            raise ConfigError(must_be("num_cw", f"1 to {len(WORDS)}", self.num_cw, "RULER has 10"))
 
     def builder(
         self, index: int, tokens: int, seed: int, count_tokens: CountTokens
@@ -109,6 +110,11 @@ class CommonWords(FittedTask):
         return _numbered(entries), common
 
 
+_LEAST_WORDS, _MOST_WORDS, _MOST_LETTERS, _MOST_TIMES = 5, 100_000, 64, 10_000
+_LEAST_ALPHA, _MOST_ALPHA = 1.01, 8.0
+"""Beyond these the fourth word takes a million words to stand more often than the fifth."""
+
+
 def zeta(alpha: float) -> float:
     """Sum ``k ** -alpha`` over all ``k`` from 1, for ``alpha`` above 1."""
     terms = 1000
@@ -134,15 +140,22 @@ class FrequentWords(FittedTask):
 
     def __post_init__(self) -> None:
         """Check that the law can be summed."""
-        if self.alpha <= 1:
-            raise ConfigError(must_be("alpha", "above 1", self.alpha, "RULER has 2.0"))
+        if not _LEAST_ALPHA <= self.alpha <= _MOST_ALPHA:
+            rule = f"from {_LEAST_ALPHA:g} to {_MOST_ALPHA:g}"
+            raise ConfigError(must_be("alpha", rule, self.alpha, "RULER has 2.0"))
+        if not 1 <= self.letters <= _MOST_LETTERS:
+            raise ConfigError(must_be("letters", f"1 to {_MOST_LETTERS}", self.letters, "RULER has 6"))
+        most = min(_MOST_WORDS, 26**self.letters // 2)
+        if self.vocabulary and not _LEAST_WORDS <= self.vocabulary <= most:
+            rule = f"0, or {_LEAST_WORDS} to {most} with letters={self.letters}"
+            raise ConfigError(must_be("vocabulary", rule, self.vocabulary, "leave it out for one per 50 tokens"))
 
     def builder(
         self, index: int, tokens: int, seed: int, count_tokens: CountTokens
     ) -> tuple[int, Callable[[int], Sample]]:
         """Draw the vocabulary; see :meth:`FittedTask.builder`."""
         size = self.vocabulary or tokens // 50
-        if size < 5:
+        if size < _LEAST_WORDS:
             raise ConfigError(must_be("tokens", f"at least 250 for {self.name}", tokens, "raise it"))
         names = (self.name, seed, index)
         rng = chance(*names)
@@ -166,5 +179,6 @@ class FrequentWords(FittedTask):
                 facts={"tokens": tokens, "words": len(entries)},
             )
 
-        least = next(units for units in range(1, 1_000_000) if counts(units)[3] > counts(units)[4])
+        fourth, fifth = 4**-self.alpha, 5**-self.alpha
+        least = next(units for units in range(1, 1_000_000) if int(units * fourth / whole) > int(units * fifth / whole))
         return least, build

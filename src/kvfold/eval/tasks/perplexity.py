@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvfold.core.errors import ConfigError, DataError, must_be
 from kvfold.eval.sample import Task, TextSample
-from kvfold.eval.tasks.build import CountTokens, chance, largest
+from kvfold.eval.tasks.build import CountTokens, chance, check_asked, largest
 from kvfold.eval.tasks.haystack import builtin
 
 
@@ -53,8 +53,7 @@ class Perplexity(Task):
         Raises:
             ConfigError: If the text is too short for one sample, or ``tokens`` for two parts.
         """
-        if count < 1:
-            raise ConfigError(must_be("count", "at least 1", count, "ask for one sample or more"))
+        check_asked(count, tokens, seed)
         if tokens <= self.continuation:
             raise ConfigError(must_be("tokens", f"above continuation={self.continuation}", tokens, "raise it"))
         words = self._read().split(" ")

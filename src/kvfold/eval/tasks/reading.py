@@ -43,8 +43,10 @@ class ReadingTask(FittedTask):
     def __post_init__(self) -> None:
         """Refuse to do without the documents."""
         if self.data is None:
-            fix = "give the folder that holds squad.json and hotpotqa.json; they are not part of this package"
-            raise ConfigError(must_be("data", f"a folder for {self.name}", self.data, fix))
+            raise ConfigError(
+                f"data must be a folder for {self.name}, got none; give the one that holds squad.json and "
+                "hotpotqa.json, as --data or data=...: they are not part of this package"
+            )
 
     @abstractmethod
     def reading(self) -> Reading:

@@ -29,6 +29,8 @@ _PREFIX = (
     "{count} variables are assigned the value {value}, they are:"
 )
 _EXAMPLE_TOKENS = 500
+_MOST_NAMES = 10_000
+"""Variables of all chains: those of the example have three letters."""
 
 
 def _chains(rng: Random, chains: int, hops: int, letters: int) -> tuple[list[list[str]], list[str]]:
@@ -73,6 +75,9 @@ class VariableTracking(FittedTask):
         for field, value in (("chains", self.chains), ("hops", self.hops)):
             if value < 1:
                 raise ConfigError(must_be(field, "at least 1", value, "RULER has 1 chain of 4 hops"))
+        if self.chains * (self.hops + 1) > _MOST_NAMES:
+            rule = f"such that chains * (hops + 1) is at most {_MOST_NAMES}"
+            raise ConfigError(must_be("chains", rule, f"{self.chains}, {self.hops}", "RULER has 1 chain of 4 hops"))
 
     def builder(
         self, index: int, tokens: int, seed: int, count_tokens: CountTokens
