@@ -10,6 +10,8 @@ import pytest
 
 from kvfold.core.errors import ConfigError, DataError, KvfoldError
 from kvfold.hf.load import device_of, find_model, load_model
+from tests.cli.conftest import byte_tokenizer
+from tests.helpers import tiny
 
 
 def refused(kind: type[KvfoldError], words: str, call: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,3 +63,21 @@ def test_dtypes_that_are_no_names(tmp_path: Path, dtype: Any) -> None:
 @pytest.mark.parametrize("spec", ["a" * 300, "~nobody-of-this-name/model", None, 3])
 def test_names_that_no_file_can_have(spec: Any) -> None:
     refused(DataError, "MODEL must be an existing file or folder, or a hub id, got .*check the path", find_model, spec)
+
+
+def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
+    torch_file = pytest.importorskip("safetensors.torch")
+    byte_tokenizer().save_pretrained(tmp_path)
+    tiny.build("llama").save_pretrained(tmp_path)
+    held = torch_file.load_file(tmp_path / "model.safetensors")
+    load_model(str(tmp_path))
+    name = next(name for name in held if name.endswith("layers.0.self_attn.q_proj.weight"))
+    torch_file.save_file(
+        {key: one for key, one in held.items() if key != name}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    refused(
+        DataError,
+        f"must hold all weights of LlamaForCausalLM, lacks 1, first '{name}'; check",
+        load_model,
+        str(tmp_path),
+    )

@@ -126,9 +126,16 @@ def load_model(
                 kind = config.model_type
                 raise UnsupportedError(f"MODEL must be a decoder-only language model, got {kind!r}, an encoder-decoder")
             # Handing the config over spares a second reading of it, which takes seconds for a GGUF file.
-            model: Model = AutoModelForCausalLM.from_pretrained(
-                source.name, config=config, dtype=_dtype(dtype, source, config, place), **_unpacked(source), **options
-            )
+            found = _dtype(dtype, source, config, place)
+            more = {**_unpacked(source), **options, "output_loading_info": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(source.name, config=config, dtype=found, **more)
+            model: Model = loaded[0]
+            if missing := sorted(loaded[1]["missing_keys"]):
+                # transformers draws them at random, and goes on
+                raise DataError(
+                    f"MODEL {spec!r} must hold all weights of {type(model).__name__}, lacks {len(missing)}, first "
+                    f"{missing[0]!r}; check its files, or fetch them again"
+                )
             tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source.name, **options)
     except (KvfoldError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
