@@ -90,6 +90,8 @@ class Lane:
         Returns:
             ``[batch, q_heads, count, value_dim]``.
         """
+        if q.shape[2] == 1 and not prompt and not prompt_ends:
+            return self._decode(q, k, v, call, spec, policy)
         pieces, at = [], 0
         for stop, due in self._segments(q.shape[2], prompt, prompt_ends, policy, spec):
             if stop > at:
@@ -98,7 +100,7 @@ class Lane:
                 whole = stop - at == q.shape[2]
                 part = (q, k, v) if whole else (q[:, :, at:stop], k[:, :, at:stop], v[:, :, at:stop])
                 if policy.retriever is not None and at >= prompt:
-                    pieces.append(self._decode(*part, call, spec, policy, watch=watch))
+                    pieces.append(self._decode_reading(*part, call, spec, policy, watch=watch))
                 else:
                     pieces.append(self._extend(*part, call, watch=watch))
             at = stop
@@ -375,7 +377,19 @@ class Lane:
             self.store.receive(q, part.lse, scale=call.scale, softcap=call.softcap)
         return part.output
 
-    def _decode(
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: LayerSpec, policy: Policy) -> Tensor:
+        """Take in one decoded token: what :meth:`extend` does, without looking for where to cut."""
+        self.decoded += 1
+        every = policy.every
+        if policy.retriever is None:
+            output = self._extend(q, k, v, call, watch=every is not None)
+        else:
+            output = self._decode_reading(q, k, v, call, spec, policy, watch=every is not None)
+        if every is not None and self.decoded % every == 0 and spec.order is not None:
+            self.compress(policy, spec, call)
+        return output
+
+    def _decode_reading(
         self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: LayerSpec, policy: Policy, *, watch: bool
     ) -> Tensor:
         """Take in one decoded token under a policy with a retriever.
@@ -446,15 +460,14 @@ class Lane:
         visible = call.visibility
         count, pieces, at = q.shape[2], [], 0
         first, base = self.seen - count, self.store.base
-        keys, values = self.store.dense(self.store.keys), self.store.dense(self.store.values)
         while at < count:
             if visible.kind == "chunked":
                 stop = min(count, at + visible.size - (first + at) % visible.size)
             else:
                 stop = min(count, at + max(_BAND, visible.size))
-            low = max(0, visible.first_visible(first + at) - base)
-            seen = slice(low, first + stop - base)
-            pieces.append(self._attend_band(q[:, :, at:stop], keys[:, :, seen], values[:, :, seen], call))
+            band = q if stop - at == count else q[:, :, at:stop]
+            rows = self.store.between(max(0, visible.first_visible(first + at) - base), first + stop - base)
+            pieces.append(self._attend_band(band, *rows, call))
             at = stop
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 

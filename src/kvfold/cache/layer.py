@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ class CacheLayer:
     @property
     def batch(self) -> int:
         """Batch rows, 0 before the first token."""
-        return sum(lane.store.batch for lane in self.lanes)
+        lanes = self.lanes
+        return lanes[0].store.batch if len(lanes) == 1 else sum(lane.store.batch for lane in lanes)
 
     def forward(
         self,
@@ -103,17 +104,16 @@ class CacheLayer:
             self.lanes = [Lane.empty(k, v, self.needs, self.query_window, on_host=self.on_host)]
             self.lanes[0].store.reserve(self.room)
         if replay is not None:
-            return self._by_lane(lambda lane, rows: lane.replay(q[rows], k[rows], v[rows], call, *replay))
+            return self._by_lane(Lane.replay, (q, k, v), call, *replay)
         count = q.shape[2]
-        if valid is None:
-            found = self._by_lane(
-                lambda lane, rows: lane.extend(
-                    q[rows], k[rows], v[rows], call, self.spec, policy, prompt=prompt, prompt_ends=prompt_ends
-                )
-            )
-        else:
+        if valid is not None:
             found = self._padded(q, k, v, call, policy, valid, prompt, prompt_ends)
             self.padded_at = self.columns + count
+        elif len(self.lanes) == 1:
+            found = self.lanes[0].extend(q, k, v, call, self.spec, policy, prompt=prompt, prompt_ends=prompt_ends)
+        else:
+            rest = (call, self.spec, policy)
+            found = self._by_lane(Lane.extend, (q, k, v), *rest, prompt=prompt, prompt_ends=prompt_ends)
         self.columns += count
         return found
 
@@ -129,7 +129,7 @@ class CacheLayer:
             ``[batch, q_heads, count, value_dim]``; zero for padding.
         """
         if valid is None:
-            return self._by_lane(lambda lane, rows: lane.read(q[rows], call))
+            return self._by_lane(Lane.read, (q,), call)
         found = q.new_zeros(*q.shape[:3], self.lanes[0].store.values.shape[-1])
         for row, lane in enumerate(self.lanes):
             real = valid[row].nonzero()[:, 0]
@@ -230,13 +230,15 @@ class CacheLayer:
         for lane in self.lanes:
             lane.check(evicts=self.spec.order is not None)
 
-    def _by_lane(self, step: Callable[[Lane, slice], Tensor]) -> Tensor:
+    def _by_lane(self, step: Callable[..., Tensor], given: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Tensor:
+        """Let each lane take a step with its own batch rows of the given tensors."""
         if len(self.lanes) == 1:
-            return step(self.lanes[0], slice(None))
+            return step(self.lanes[0], *given, *args, **kwargs)
         pieces, at = [], 0
         for lane in self.lanes:
-            pieces.append(step(lane, slice(at, at + lane.store.batch)))
-            at += lane.store.batch
+            own = slice(at, at + lane.store.batch)
+            pieces.append(step(lane, *(tensor[own] for tensor in given), *args, **kwargs))
+            at = own.stop
         return torch.cat(pieces)
 
     def _padded(

@@ -9,7 +9,9 @@ budgets the runs differ and the freed pages are really gone, because the kept ro
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -58,13 +60,17 @@ class RowStore:
         self.starts = [[0] * kv_heads for _ in range(batch)]
         self.capacity = [[0] * kv_heads for _ in range(batch)]
         self._shared = False
+        # position of a row less its index in the first run, for rows whose positions stand in the slack already
+        self._ahead: int | None = None
 
     @property
     def is_uniform(self) -> bool:
         """Whether all runs hold equally many rows, so that the store reads as one dense tensor."""
-        lengths, capacity = self.lengths[0][0], self.capacity[0][0]
-        return all(row == [lengths] * self.kv_heads for row in self.lengths) and all(
-            row == [capacity] * self.kv_heads for row in self.capacity
+        lengths, capacity = self.lengths[0], self.capacity[0]
+        # counted, as every decode step asks for it and a loop takes ten times as long
+        return (
+            lengths.count(lengths[0]) == capacity.count(capacity[0]) == self.kv_heads
+            and self.lengths.count(lengths) == self.capacity.count(capacity) == self.batch
         )
 
     @property
@@ -100,8 +106,7 @@ class RowStore:
 
     def dense(self, pool: Tensor) -> Tensor:
         """View a pool of a uniform store as ``[batch, kv_heads, rows, ...]``."""
-        rows = self.lengths[0][0]
-        return pool.view(self.batch, self.kv_heads, self.capacity[0][0], *pool.shape[1:])[:, :, :rows]
+        return self._cut(pool, 0, self.lengths[0][0])
 
     def run(self, pool: Tensor, row: int, head: int) -> Tensor:
         """View the rows of one run, ``[rows, ...]``."""
@@ -110,8 +115,11 @@ class RowStore:
 
     def newest(self, count: int) -> tuple[Tensor, Tensor]:
         """View the newest rows of a uniform store on the device: keys and values, ``[batch, kv_heads, count, dim]``."""
-        first = self.lengths[0][0] - count
-        return self.dense(self.keys)[:, :, first:], self.dense(self.values)[:, :, first:]
+        return self.between(self.lengths[0][0] - count, self.lengths[0][0])
+
+    def between(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """View some rows of every run of a uniform store: keys and values, ``[batch, kv_heads, stop - first, dim]``."""
+        return self._cut(self.keys, first, stop - first), self._cut(self.values, first, stop - first)
 
     def row_positions(self, row: int, head: int) -> Tensor:
         """Return the positions of one run, int64, ascending."""
@@ -137,33 +145,30 @@ class RowStore:
         count = k.shape[2]
         if count == 0:
             return
-        if self.positions is None and self.longest == 0:
-            self.base = position
-        self._make_room(count)
-        planes: list[tuple[Tensor, Tensor | int]] = [(self.keys, k), (self.values, v)]
-        if self.positions is not None:
-            # one token, the case of every decoding step, needs no tensor of positions
-            new_positions: Tensor | int = position
-            if count > 1:
-                new_positions = torch.arange(position, position + count, device=k.device, dtype=torch.int32)
-            planes.append((self.positions, new_positions))
-        if self.mass is not None:
-            planes.append((self.mass, 0))
-        if self.is_uniform:
-            at = self.lengths[0][0]
-            for pool, new in planes:
-                room = pool.view(self.batch, self.kv_heads, self.capacity[0][0], *pool.shape[1:]).narrow(2, at, count)
-                if isinstance(new, Tensor):
-                    room.copy_(new)
-                else:
-                    room.fill_(new)
+        uniform, at = self.is_uniform, self.lengths[0][0]
+        if not uniform or self._shared or at + count > self.capacity[0][0]:
+            self._make_room(count)
+        if self.positions is None:
+            self.base = self.base if self.total_rows else position
+        elif position - at != self._ahead:
+            self._label_slack(self.positions, position)
+        if uniform:
+            self._cut(self.keys, at, count).copy_(k)
+            self._cut(self.values, at, count).copy_(v)
+            if self.mass is not None:
+                self._cut(self.mass, at, count).zero_()
         else:
-            first = torch.tensor(
-                [s + n for ss, ns in zip(self.starts, self.lengths, strict=True) for s, n in zip(ss, ns, strict=True)]
-            )
-            target = (first[:, None] + torch.arange(count)).view(self.batch, self.kv_heads, count).to(k.device)
-            for pool, new in planes:
-                pool[target] = new
+            places = zip(self.starts, self.lengths, strict=True)
+            # a buffer, as making a tensor of a list takes twice as long, and a decode step waits for it
+            first = array("q", [start + n for ss, ns in places for start, n in zip(ss, ns, strict=True)])
+            target = torch.frombuffer(first, dtype=torch.int64)
+            if count > 1:
+                target = (target[:, None] + torch.arange(count)).flatten()
+            target = target.to(k.device)
+            self.keys.index_copy_(0, target, k.flatten(0, 2))
+            self.values.index_copy_(0, target, v.flatten(0, 2))
+            if self.mass is not None:
+                self.mass.index_fill_(0, target, 0)
         self.lengths = [[n + count for n in row] for row in self.lengths]
 
     def reserve(self, rows: int) -> None:
@@ -194,6 +199,7 @@ class RowStore:
             mass=self.mass,
         )
         self.lengths, self.starts, self.capacity, self._shared = lengths, _starts(capacity), capacity, False
+        self._ahead = None
 
     def drop_first(self, rows: int) -> None:
         """Drop the oldest ``rows`` of every run of a uniform, never evicted store, and return their bytes."""
@@ -212,7 +218,7 @@ class RowStore:
         """Forget the newest ``rows`` of every run; the room stays as slack."""
         if any(n < rows for row in self.lengths for n in row):
             raise CacheStateError(f"crop must leave at least 0 rows, got {rows} of {self.lengths}")
-        self.lengths = [[n - rows for n in row] for row in self.lengths]
+        self.lengths, self._ahead = [[n - rows for n in row] for row in self.lengths], None
 
     def select(self, rows: list[int]) -> RowStore:
         """Return a store with the given batch rows, in that order; a row may appear more than once."""
@@ -245,7 +251,7 @@ class RowStore:
         """
         for name, pool in pools.items():
             setattr(self, name, pool)
-        self.lengths, self.capacity, self.starts = lengths, capacity, _starts(capacity)
+        self.lengths, self.capacity, self.starts, self._ahead = lengths, capacity, _starts(capacity), None
 
     def attend(self, q: Tensor, *, scale: float, softcap: float | None, last: int | None = None) -> AttentionOutput:
         """Attend to all rows; every query sees every row.
@@ -261,9 +267,8 @@ class RowStore:
         """
         if not self.is_uniform:
             return attend_ragged(q, self.keys, self.values, self.starts, self.lengths, scale=scale, softcap=softcap)
-        k, v = self.dense(self.keys), self.dense(self.values)
-        if last is not None and last < k.shape[2]:
-            k, v = k[:, :, -last:], v[:, :, -last:]
+        rows = self.lengths[0][0]
+        k, v = self.between(0 if last is None else max(0, rows - last), rows)
         return attend(q, k, v, scale=scale, softcap=softcap)
 
     def receive(self, q: Tensor, lse: Tensor, *, scale: float, softcap: float | None) -> None:
@@ -331,6 +336,31 @@ class RowStore:
         self.starts = _starts(self.capacity)
         self._shared = False
 
+    def _cut(self, pool: Tensor, first: int, count: int) -> Tensor:
+        """View rows of every run of a uniform store, ``[batch, kv_heads, count, ...]``.
+
+        In one operation, as each costs a decode step on a CPU more than the rows that it views.
+        """
+        strides = pool.stride()
+        run = self.capacity[0][0] * strides[0]
+        return pool.as_strided(
+            (self.batch, self.kv_heads, count, *pool.shape[1:]),
+            (self.kv_heads * run, run, *strides),
+            pool.storage_offset() + first * strides[0],
+        )
+
+    def _label_slack(self, positions: Tensor, position: int) -> None:
+        """Write the positions of all rows that there is room for, so that a decode step need not write its own."""
+        slack = [list(map(sub, caps, rows)) for caps, rows in zip(self.capacity, self.lengths, strict=True)]
+        ahead = torch.arange(position, position + max(map(max, slack)), device=positions.device, dtype=torch.int32)
+        if self.is_uniform:
+            self._cut(positions, self.lengths[0][0], slack[0][0]).copy_(ahead)
+        else:
+            for ss, ns, rooms in zip(self.starts, self.lengths, slack, strict=True):
+                for start, n, room in zip(ss, ns, rooms, strict=True):
+                    positions[start + n : start + n + room] = ahead[:room]
+        self._ahead = position - self.lengths[0][0]
+
     def _own(self) -> None:
         """Stop sharing memory with a fork."""
         if self._shared:
@@ -339,11 +369,7 @@ class RowStore:
             self._shared = False
 
     def _make_room(self, count: int, *, exact: bool = False) -> None:
-        if all(
-            n + count <= cap
-            for ns, cs in zip(self.lengths, self.capacity, strict=True)
-            for n, cap in zip(ns, cs, strict=True)
-        ):
+        if min(min(map(sub, caps, rows)) for caps, rows in zip(self.capacity, self.lengths, strict=True)) >= count:
             self._own()
             return
         first = self.longest == 0
@@ -357,7 +383,8 @@ class RowStore:
         size = sum(map(sum, capacity))
         uniform = self.is_uniform
         for name, pool in list(self.tensors()):
-            # zeros, not empty: slack is never read, and must not look like a number if a bug reads it in saved files
+            # zeros, not empty: slack is never read, and must not look like a number if a bug reads it in saved files;
+            # positions alone are written there ahead of their rows
             fresh = self._zeros(pool, size, *pool.shape[1:])
             if uniform:
                 rows = self.lengths[0][0]
@@ -368,7 +395,7 @@ class RowStore:
                         start = starts[row][head]
                         fresh[start : start + self.lengths[row][head]] = self.run(pool, row, head)
             setattr(self, name, fresh)
-        self.starts, self.capacity, self._shared = starts, capacity, False
+        self.starts, self.capacity, self._shared, self._ahead = starts, capacity, False, None
 
 
 def _pages(rows: int) -> int:

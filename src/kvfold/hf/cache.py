@@ -44,6 +44,7 @@ class Cache(transformers.Cache):
         facts: What was read from the model's config.
         needs: What it watches while it fills.
         offloaded: Whether rows lie in host memory.
+        keeps_drafts: Whether the newest tokens may be taken back: assisted decoding has begun.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Cache(transformers.Cache):
         self.replay_prompt: Tensor | None = None
         self._prompt_until: int | None = None
         self._held = False
-        self._speculative = False
+        self.keeps_drafts = False
         self._updated: LayerView | None = None
         kinds = getattr(self.facts.config, "layer_types", None) or [None] * len(self.facts.layers)
         # layers without rows of their own stand at the end, or have a placeholder
@@ -109,8 +110,8 @@ class Cache(transformers.Cache):
     @property
     def seen_tokens(self) -> tuple[int, ...]:
         """Tokens ever appended per batch row, padding not counted."""
-        core = self.views[0].core
-        return tuple(lane.seen for lane in core.lanes for _ in range(lane.store.batch))
+        lanes = self._view(self._first_layer).core.lanes
+        return tuple(lane.seen for lane in lanes for _ in range(lane.store.batch))
 
     def stored_tokens(self, layer: int) -> Tensor:
         """Return the rows held now in one layer.
@@ -229,7 +230,7 @@ class Cache(transformers.Cache):
         try:
             yield
         finally:
-            self._prompt_until, self._speculative = before, False
+            self._prompt_until, self.keeps_drafts = before, False
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -241,11 +242,6 @@ class Cache(transformers.Cache):
             self._held = before
 
     @property
-    def keeps_drafts(self) -> bool:
-        """Whether the newest tokens may be taken back: assisted decoding has begun."""
-        return self._speculative
-
-    @property
     def acting(self) -> Policy:
         """The policy that acts now: none while the cache is held."""
         return DENSE if self._held else self.policy
@@ -255,7 +251,7 @@ class Cache(transformers.Cache):
         if self._prompt_until is not None:
             part = min(count, max(0, self._prompt_until - columns))
             return part, part > 0 and columns + part == self._prompt_until and not self._held
-        part = count if (count > 1 and not self._speculative) or columns == 0 else 0
+        part = count if (count > 1 and not self.keeps_drafts) or columns == 0 else 0
         return part, part > 0 and not self._held
 
     def activate_past_recording(self) -> None:
@@ -273,7 +269,7 @@ class Cache(transformers.Cache):
                 "assisted decoding needs to know where the prompt ends; generate inside kvfold.attach(), or inside "
                 "cache.prompt(number_of_prompt_tokens)"
             )
-        self._speculative = True
+        self.keeps_drafts = True
 
     # changing -------------------------------------------------------------------------------------------------------
 
@@ -442,17 +438,17 @@ class Cache(transformers.Cache):
                 "the model's attention no longer goes through kvfold; use the cache inside kvfold.attach(), or make "
                 "it outside"
             )
-        view = self._view(layer_idx)
-        if self._updated is not None and self._updated is not view:
+        before = self._updated
+        if before is not None and before.is_pending:
             # the layer before must have attended by now, else this is some model that never asks us
-            self._updated.require_attended()
-        self._updated = view
+            before.require_attended()
+        self._updated = view = self._view(layer_idx)
         return view.update(key_states, value_states, *args, **kwargs)
 
     @property
     def batch_size(self) -> int:
         """Batch rows held, -1 before the first token."""
-        return self.views[0].core.batch or -1
+        return self._view(self._first_layer).core.batch or -1
 
     def __repr__(self) -> str:
         """Name the policy and what is held."""

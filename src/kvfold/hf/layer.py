@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ class LayerView(CacheLayerMixin):
 
     Attributes:
         core: The layer that holds the rows.
+        is_pending: Whether keys came that the model has not attended with yet.
     """
 
     is_compileable = False
@@ -51,9 +53,9 @@ class LayerView(CacheLayerMixin):
         self.is_sliding = not visibility.is_full
         on_host = owner.offloaded and reader(owner.policy, spec) is not None
         self.core = CacheLayer(spec, owner.needs, owner.query_window, on_host=on_host)
-        self._pending = False
+        self.is_pending = False
+        self._is_shared = layer_idx in facts.shared
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
-        self._extras: dict[str, Any] | None = None
 
     @property
     def owner(self) -> Cache:
@@ -69,13 +71,14 @@ class LayerView(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Tie the new keys to this layer; they are appended when the model attends with them."""
         del args, kwargs
-        self.require_attended()
+        if self.is_pending:
+            self.require_attended()
         if key_states.dtype not in _DTYPES:
             raise UnsupportedError(
                 f"cache dtype must be float32, float16 or bfloat16, got {key_states.dtype}; load the model "
                 "in one of them"
             )
-        self._pending = True
+        self.is_pending = True
         return tag(key_states, self), value_states
 
     def require_attended(self) -> None:
@@ -84,7 +87,7 @@ class LayerView(CacheLayerMixin):
         Raises:
             UnsupportedError: If the last update never reached our attention function.
         """
-        if self._pending:
+        if self.is_pending:
             raise UnsupportedError(
                 f"layer {self.core.spec.layer_idx}: cached keys did not come to kvfold's attention; the cache was "
                 "passed to another model than its own, or the model does not use the attention registry and cannot "
@@ -103,43 +106,39 @@ class LayerView(CacheLayerMixin):
         sinks: Tensor | None,
     ) -> Tensor:
         """Append the pending keys and values and attend; called by the registered attention function."""
-        call = AttentionCall(
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            visibility=self.core.spec.visibility,
-            softcap=softcap,
-            sinks=sinks,
-            tentative=self.owner.keeps_drafts or self.core.spec.layer_idx in self.owner.facts.shared,
-            **self._extras_of(module),
-        )
-        self._require_own(module)
+        owner, core = self.owner, self.core
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        tentative = owner.keeps_drafts or self._is_shared
+        call = core.call
+        if call is None:
+            seen, extras = core.spec.visibility, self._extras_of(module)
+            call = AttentionCall(
+                scale=scale, visibility=seen, softcap=softcap, sinks=sinks, tentative=tentative, **extras
+            )
+        elif call.sinks is not sinks or (call.scale, call.softcap, call.tentative) != (scale, softcap, tentative):
+            # a layer attends as in the step before, as a rule, so that nothing is made anew
+            call = replace(call, scale=scale, softcap=softcap, sinks=sinks, tentative=tentative)
+        known = self._modules.get(id(module))
+        if known is None or known() is not module:
+            self._require_own(module)
         valid = None if valid is None else valid.to(query.device)
         if query.shape[1] % key.shape[1]:
             raise ShapeError(f"query heads must be a multiple of KV heads, got {query.shape[1]} and {key.shape[1]}")
-        if not self._pending:
+        if not self.is_pending:
             # another layer reads the rows of this step: layers that share are never evicted, so it sees them all
-            return self.core.read(query, call, valid)
-        self._pending = False
-        prompt, ends = self.owner.prompt_part(self.core.columns, query.shape[2])
-        found = self.core.forward(
-            query,
-            key,
-            value,
-            call,
-            self.owner.acting,
-            valid=valid,
-            prompt=prompt,
-            prompt_ends=ends,
-            replay=self.owner.replay,
+            return core.read(query, call, valid)
+        self.is_pending = False
+        policy = owner.acting
+        prompt, ends = owner.prompt_part(core.columns, query.shape[2])
+        found = core.forward(
+            query, key, value, call, policy, valid=valid, prompt=prompt, prompt_ends=ends, replay=owner.replay
         )
-        if ends and not self.owner.observed:
-            self.core.forget_fitted(self.owner.acting)
+        if ends and not owner.observed:
+            core.forget_fitted(policy)
         return found
 
     def _require_own(self, module: nn.Module) -> None:
         """Refuse a module of another model than the cache's; looked for once, then remembered."""
-        known = self._modules.get(id(module))
-        if known is not None and known() is module:
-            return
         if not any(one is module for one in self.owner.model.modules()):
             raise CacheStateError(
                 "the cache belongs to another model than the one that it was passed to; make one with "
@@ -151,19 +150,17 @@ class LayerView(CacheLayerMixin):
         """Supply more facts of the model from the next call on."""
         if self.core.spec.order is not None:
             self.core.needs |= needs
-        self.core.call = self._extras = None
+        self.core.call = None
 
     def _extras_of(self, module: nn.Module) -> dict[str, Any]:
-        """Supply what the method asks of the model itself; looked up once."""
-        if self._extras is None:
-            needs = self.core.needs
-            extras: dict[str, Any] = {}
-            if Need.ROPE in needs or Need.QUERY_MOMENTS in needs:
-                extras["rope"] = rotary_of(self.owner.model, module, self.kind)
-            if Need.OUTPUT_WEIGHT in needs:
-                extras["output_weight"] = output_weight(module)
-            self._extras = extras
-        return self._extras
+        """Supply what the method asks of the model itself."""
+        needs = self.core.needs
+        extras: dict[str, Any] = {}
+        if Need.ROPE in needs or Need.QUERY_MOMENTS in needs:
+            extras["rope"] = rotary_of(self.owner.model, module, self.kind)
+        if Need.OUTPUT_WEIGHT in needs:
+            extras["output_weight"] = output_weight(module)
+        return extras
 
     def get_seq_length(self) -> int:
         """Return the tokens fed so far, padding included."""
@@ -182,7 +179,7 @@ class LayerView(CacheLayerMixin):
         """Forget everything."""
         before = self.core
         self.core = CacheLayer(before.spec, before.needs, before.query_window, on_host=before.on_host)
-        self._pending = False
+        self.is_pending = False
 
     def offload(self) -> None:
         """Refuse: rows cannot leave their device between steps."""

@@ -143,6 +143,87 @@ def test_growth_is_by_a_share_of_the_rows() -> None:
     assert copies <= 5
 
 
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "uniform"),
+    [
+        ([[3, 3], [3, 3]], [[16, 16], [16, 16]], True),
+        ([[0, 0], [0, 0]], [[0, 0], [0, 0]], True),
+        ([[3, 3], [3, 4]], [[16, 16], [16, 16]], False),
+        ([[3, 3], [4, 4]], [[16, 16], [16, 16]], False),
+        ([[3, 4], [3, 4]], [[16, 16], [16, 16]], False),
+        ([[3, 3], [3, 3]], [[16, 16], [16, 32]], False),
+        ([[3, 3], [3, 3]], [[16, 16], [32, 32]], False),
+        ([[3, 3], [3, 3]], [[16, 32], [16, 32]], False),
+    ],
+)
+def test_runs_of_equal_rows_and_room_read_as_one_tensor(
+    lengths: list[list[int]], capacity: list[list[int]], uniform: bool
+) -> None:
+    store = empty()
+    store.lengths, store.capacity = lengths, capacity
+    assert store.is_uniform is uniform
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_positions_are_those_of_the_append_however_they_jump(ragged: bool) -> None:
+    store = empty()
+    store.append(*rows(0, 40), 0)
+    counts = torch.tensor([[3, 2], [1, 3]]) if ragged else torch.full((2, 2), 3)
+    store.keep(torch.arange(3).expand(2, 2, 3), counts)
+    held = [[list(range(n)) for n in row] for row in counts.tolist()]
+    forks = []
+    # a jump, more than fits into the slack, a crop into rows from before a jump, and back to where it had been
+    for crop, count, position in (
+        (0, 1, 40),
+        (0, 1, 41),
+        (0, 2, 90),
+        (3, 1, 89),
+        (0, 40, 90),
+        (40, 5, 95),
+        (0, 1, 100),
+    ):
+        forks.append((store.fork(), [[list(head) for head in row] for row in held]))
+        store.crop(crop)
+        store.append(*rows(position, count), position)
+        for row in held:
+            for head in row:
+                del head[len(head) - crop :]
+                head.extend(range(position, position + count))
+        for one, expected in [*forks, (store, held)]:
+            for row, heads in enumerate(expected):
+                for head, positions in enumerate(heads):
+                    assert one.row_positions(row, head).tolist() == positions
+                    assert one.run(one.keys, row, head)[:, 0].tolist() == positions
+
+
+def test_positions_are_right_after_an_eviction_of_nothing() -> None:
+    store = empty()
+    store.append(*rows(0, 40), 0)
+    store.keep(torch.arange(3).expand(2, 2, 3), torch.full((2, 2), 3))
+    store.append(*rows(40, 1), 40)
+    store.keep(torch.arange(4).expand(2, 2, 4), torch.full((2, 2), 4))
+    store.append(*rows(41, 1), 41)
+    assert store.row_positions(1, 0).tolist() == [0, 1, 2, 40, 41]
+
+
+def test_pools_that_are_parts_of_larger_tensors_are_used_in_place() -> None:
+    whole = {name: torch.full((200, width), torch.nan) for name, width in (("keys", DIM), ("values", VALUE_DIM))}
+    store = empty()
+    store.restore(
+        {"positions": None, "mass": None, **{name: held[8 : 8 + 4 * 16] for name, held in whole.items()}},
+        [[0, 0], [0, 0]],
+        [[16, 16], [16, 16]],
+    )
+    store.append(*rows(0, 5), 0)
+    store.append(*rows(5, 1), 5)
+    k, v = rows(0, 6)
+    assert torch.equal(store.dense(store.keys), k)
+    assert torch.equal(store.newest(2)[1], v[:, :, 4:])
+    assert torch.equal(whole["keys"][8 + 16 : 8 + 16 + 6], k[0, 1])
+    assert whole["keys"].isfinite().sum() == k.numel()
+    assert whole["values"].isfinite().sum() == v.numel()
+
+
 def test_an_exact_reservation() -> None:
     store = empty()
     store.append(*rows(0, 5), 0)
