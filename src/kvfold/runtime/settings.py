@@ -21,7 +21,7 @@ Questions = Prompts | Sequence[Prompt | None]
 """The same, with ``None`` for a prompt without a question."""
 
 
-LEAST, MOST = 0.001, 1000.0
+LEAST, MOST = 1e-6, 1000.0
 """What temperatures and penalties lie between: beyond, logits are no longer numbers in float32, or all alike."""
 _LARGEST_ID = 2**63 - 1
 _LEAST_SHARE = 1e-30
@@ -34,10 +34,10 @@ class Settings:
 
     Attributes:
         max_new_tokens: Tokens that an answer may take.
-        temperature: 0 takes the likeliest token; above, from 0.001 to 1000, tokens are drawn.
+        temperature: 0 takes the likeliest token; above, from 1e-06 to 1000, tokens are drawn.
         top_p: Share of the mass that is drawn from.
         top_k: Number of tokens that are drawn from, 0 for all.
-        repetition_penalty: Above 1, tokens that were seen are less likely; from 0.001 to 1000.
+        repetition_penalty: Above 1, tokens that were seen are less likely; from 1e-06 to 1000.
         stop_texts: Strings that end an answer, and are not part of it.
         stop_ids: Tokens that do.
     """
@@ -141,7 +141,7 @@ def check_temperature(name: str, value: float) -> float:
         The temperature.
 
     Raises:
-        ConfigError: If it is neither 0 nor from 0.001 to 1000.
+        ConfigError: If it is neither 0 nor from 1e-06 to 1000.
     """
     rule = f"0, or from {LEAST:g} to {MOST:g}"
     _real(name, value, rule, lambda x: x == 0 or LEAST <= x <= MOST, "0 takes the likeliest token")
