@@ -57,3 +57,20 @@ def must_be(argument: str, rule: str, value: object, fix: str) -> str:
         ``"<argument> must be <rule>, got <value>; <fix>"``.
     """
     return f"{argument} must be {rule}, got {value!r}; {fix}"
+
+
+def check_count(name: str, value: object, least: int, fix: str, rule: str | None = None) -> None:
+    """Refuse what is no whole number, or too low.
+
+    Args:
+        name: How the user calls it.
+        value: As given.
+        least: The lowest that serves.
+        fix: What to do about another one.
+        rule: The rule in other words.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(must_be(name, rule or f"a whole number of at least {least}", value, fix))

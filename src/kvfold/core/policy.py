@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kvfold.core import catalogue
 from kvfold.core.budget import Budget
-from kvfold.core.errors import ConfigError, must_be
+from kvfold.core.errors import ConfigError, check_count, must_be
 from kvfold.core.interfaces import Allocator, Evictor
 from kvfold.core.parse import Call, parse_calls, print_value
 from kvfold.core.retrieve import Retriever
@@ -253,9 +253,8 @@ def _evicting(call: Call) -> Policy:
 
 
 def _count(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(must_be(name, f"a whole number of at least {least}", value, "give a number of tokens"))
-    return value
+    check_count(name, value, least, "give a number of tokens")
+    return cast(int, value)
 
 
 def _construct(entry: catalogue.Entry, params: dict[str, Any], common: tuple[str, ...] = ()) -> Any:

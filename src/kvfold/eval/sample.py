@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from kvfold.core.errors import ConfigError, must_be
+from kvfold.core.errors import check_count
 from kvfold.eval.metrics import NLL, Metric
 
 
@@ -106,9 +106,7 @@ def check_least(name: str, value: int, least: int, fix: str) -> None:
     Raises:
         ConfigError: If so.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        rule = f"at least {least}" if isinstance(value, int) else f"a whole number of at least {least}"
-        raise ConfigError(must_be(name, rule, value, fix))
+    check_count(name, value, least, fix, f"at least {least}" if isinstance(value, int) else None)
 
 
 class Task(ABC):

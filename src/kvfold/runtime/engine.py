@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvfold.core.errors import CacheStateError, ConfigError, UnsupportedError, must_be
+from kvfold.core.errors import CacheStateError, ConfigError, UnsupportedError, check_count, must_be
 from kvfold.core.policy import Policy
 from kvfold.core.policy import policy as build_policy
 from kvfold.hf.attention import prepare
@@ -26,7 +26,6 @@ from kvfold.runtime.settings import (
     Prompts,
     Questions,
     Settings,
-    check_count,
     check_seed,
     read_prompts,
     read_questions,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.core.errors import ConfigError, must_be
+from kvfold.core.errors import ConfigError, check_count, must_be
 from kvfold.hf.load import Model, Tokenizer
 from kvfold.runtime.sampling import Kind
 
@@ -112,22 +112,6 @@ def read_settings(
         stop_texts=texts,
         stop_ids=tuple(sorted(ids if ignore_eos else ids | _end_ids(model, tokenizer))),
     )
-
-
-def check_count(name: str, value: int, least: int, fix: str) -> None:
-    """Refuse what is no whole number, or too low.
-
-    Args:
-        name: How the user calls it.
-        value: As given.
-        least: The lowest that serves.
-        fix: What to do about another one.
-
-    Raises:
-        ConfigError: If so.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(must_be(name, f"a whole number of at least {least}", value, fix))
 
 
 def check_temperature(name: str, value: float) -> float:
